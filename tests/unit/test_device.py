@@ -1,0 +1,125 @@
+"""Composition and colour on the device against slow references, exact cases, and no host reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolo_ray.augment.device import augment, compose, hsv
+from yolo_ray.data.batch import Batch
+from yolo_ray.data.geometry import build_affine, lay_out
+
+SIDE = 32
+
+
+def make_scene(motion: list[list[float]], mosaic: list[bool], flips: bool = False) -> list[Tensor]:
+    """The arguments of compose for noise photos of several shapes, eight photos a row."""
+    rng = np.random.default_rng(0)
+    rows = len(motion)
+    extents = np.stack(
+        [rng.integers(16, SIDE + 1, (rows, 4)), rng.integers(16, SIDE + 1, (rows, 4))], -1
+    ).astype(float)
+    centre = rng.integers(SIDE // 2, SIDE * 3 // 2, (rows, 2)).astype(float)
+    layout = lay_out(extents, centre, np.array(mosaic), SIDE)
+    affine = build_affine(np.array(motion), np.full((rows, 2), flips), layout.canvas, SIDE)
+    photos = torch.from_numpy(rng.integers(0, 256, (rows * 8, 3, SIDE, SIDE), dtype=np.uint8))
+    picks = torch.from_numpy(rng.permutation(rows * 8)[: rows * 4].reshape(rows, 4))
+    parts = (layout.origins, layout.extents, layout.centre, layout.canvas, affine.inverse)
+    return [photos, picks, *(torch.from_numpy(part.astype(np.float32)) for part in parts)]
+
+
+def paste(scene: list[Tensor], row: int) -> np.ndarray:
+    """The canvas of one row, float64 [K+2,K+2,3] with one gray pixel around it."""
+    photos, picks, origins, extents, centre, canvas, _ = (part.numpy() for part in scene)
+    size = int(canvas[row])
+    board = np.full((size + 2, size + 2, 3), 114.0)
+    for y in range(size):
+        for x in range(size):
+            quadrant = 2 * int(y >= centre[row, 1]) + int(x >= centre[row, 0])
+            column, line = np.array([x, y]) - origins[row, quadrant].astype(int)
+            width, height = extents[row, quadrant]
+            if 0 <= column < width and 0 <= line < height:
+                board[y + 1, x + 1] = photos[picks[row, quadrant], :, line, column]
+    return board
+
+
+def warp(board: np.ndarray, inverse: np.ndarray) -> np.ndarray:
+    """Bilinear, in float64; [3,S,S]."""
+    last = len(board) - 2
+    ys, xs = np.mgrid[:SIDE, :SIDE]
+    x, y = np.einsum("ij,jhw->ihw", inverse, np.stack([xs, ys, np.ones_like(xs)]))
+    low_x, low_y = np.floor(x).astype(int), np.floor(y).astype(int)
+    total = np.zeros((SIDE, SIDE, 3))
+    for j in (0, 1):
+        for i in (0, 1):
+            weight = np.abs(1 - i - (x - low_x)) * np.abs(1 - j - (y - low_y))
+            at_x, at_y = np.clip(low_x + i, -1, last), np.clip(low_y + j, -1, last)
+            total += weight[..., None] * board[at_y + 1, at_x + 1]
+    return total.transpose(2, 0, 1)
+
+
+def test_compose_equals_paste_then_warp():
+    motion = [
+        [0, 1.0, 0, 0, 0.5, 0.5],
+        [30, 0.6, 4, -6, 0.45, 0.6],
+        [-10, 1.5, 0, 10, 0.5, 0.4],
+        [170, 0.3, 2, 3, 0.9, 0.1],
+    ]
+    scene = make_scene(motion, [True, True, False, False], flips=True)
+    found = compose(*scene).numpy()
+    assert found.dtype == np.float32 and (found == np.round(found)).all()
+    for row in range(len(motion)):
+        wanted = warp(paste(scene, row), scene[-1][row].numpy().astype(np.float64))
+        # positions are rounded to 1/512 px at most: one level on noise, and half one for rounding
+        assert np.abs(found[row] - wanted).max() <= 1.5
+    assert (found[3] == 114).any()
+
+
+def test_whole_moves_and_flips_are_exact():
+    still = [[0, 1.0, 0, 0, 0.5, 0.5]]
+    scene = make_scene(still, [False])
+    found = compose(*scene)
+    board = paste(scene, 0)[1:-1, 1:-1].transpose(2, 0, 1)
+    np.testing.assert_array_equal(found[0].numpy(), board)
+    turned = compose(*make_scene(still, [False], flips=True))
+    assert torch.equal(turned, found.flip(2, 3))
+    quarter = make_scene([[90, 1.0, 0, 0, 0.5, 0.5]], [False])
+    quarter[-1] = quarter[-1] + torch.tensor([[0.0, 0, -1], [0, 0, 0]])  # pixel centres, not edges
+    assert torch.equal(compose(*quarter), found.rot90(1, (2, 3)))
+
+
+def test_wild_matrices_give_gray():
+    scene = make_scene([[0, 1.0, 0, 0, 0.5, 0.5]] * 2, [True, True])
+    scene[-1] = torch.tensor([[[1e30, 0, 1e30], [0, 1, 0]], [[1, 0, -1e9], [0, 1, 1e9]]])
+    assert (compose(*scene) == 114).all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    scene = make_scene([[7.0, 0.8, 1, 2, 0.5, 0.5]] * 3, [True, False, True])
+    gains = torch.tensor([[0.01, 1.3, 0.8], [0, 1, 1], [-0.3, 0.5, 1.2]])
+    whole = hsv(compose(*scene), gains)
+    for row in range(3):
+        alone = [scene[0], *(part[row : row + 1] for part in scene[1:])]
+        assert torch.equal(hsv(compose(*alone), gains[row : row + 1])[0], whole[row])
+
+
+def test_known_colours():
+    red = torch.tensor([255.0, 0, 0])
+    images = torch.stack([red, red, red, torch.full((3,), 200.0), red]).view(5, 3, 1, 1)
+    gains = torch.tensor([[1 / 3, 1, 1], [-1 / 3, 1, 1], [0, 0.5, 1], [0.2, 1.5, 0.5], [0, 1, 1.9]])
+    found = hsv(images, gains).view(5, 3).tolist()
+    assert found == [[0, 255, 0], [0, 0, 255], [255, 128, 128], [100, 100, 100], [255, 0, 0]]
+
+
+def test_unit_gains_leave_every_colour_alone():
+    images = torch.randint(0, 256, (2, 3, 16, 16)).float()
+    assert torch.equal(hsv(images, torch.tensor([[0.0, 1, 1], [0, 1, 1]])), images)
+
+
+def test_nothing_is_read_on_the_host():
+    """Tensors without data go through: no value decides a shape or a branch."""
+    scene = make_scene([[0, 1.0, 0, 0, 0.5, 0.5]] * 2, [True, False])
+    empty = torch.zeros(16, 4), *(torch.zeros(16, dtype=torch.int64) for _ in range(3))
+    batch = Batch(*scene, torch.ones(2, 3), *empty).to("meta")
+    assert augment(batch).shape == (2, 3, SIDE, SIDE)

@@ -1,0 +1,306 @@
+"""The driver: judge everything first, then start the workers, follow them, and leave the run folder complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from yolo_ray.augment.images import build_transform
+from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
+from yolo_ray.cluster.worker import FAILURE_FILE, Job, evaluate_worker, train_worker
+from yolo_ray.config.load import dump
+from yolo_ray.config.schema import TrainConfig
+from yolo_ray.data.plan import Plan
+from yolo_ray.data.records import Records, load_records
+from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.model.build import build_detector, load_detector
+from yolo_ray.step.schedule import resolve_optim
+from yolo_ray.train.events import EventLog
+from yolo_ray.train.loop import SUMMARY_FILE
+from yolo_ray.train.report import NullTracker, Tracker
+
+STOP_GRACE_S = 120.0
+
+
+class Observer(Protocol):
+    """What the pipelines plug in from track/: the tracking run and the progress display."""
+
+    def start(
+        self, config: TrainConfig, folder: Path, names: tuple[str, ...], tags: dict[str, str]
+    ) -> Tracker:
+        """Create (or, in a resumed folder, reopen) the tracking run."""
+        ...
+
+    def follow(self, folder: Path) -> AbstractContextManager[Any]:
+        """Show the run's progress inside the context."""
+        ...
+
+    def finish(self, tracker: Tracker, folder: Path, status: str, reason: str | None) -> None:
+        """Draw the last pictures and end the tracking run as FINISHED, FAILED or KILLED."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run whose every input was judged."""
+
+    config: TrainConfig
+    folder: Path
+    train: Records
+    val: Records
+    plan: Plan
+
+
+def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
+    """Train; returns what result.json holds.
+
+    Raises:
+        UserError: anything wrong with options, data, model, folder or cluster.
+        StopRequested: Ctrl-C or SIGTERM; the last checkpoint is intact.
+    """
+    config = absolute_paths(config)
+    train_records, val_records = _load_data(config)
+    detector = build_detector(config.model, train_records.names, imgsz=config.imgsz, seed=config.seed)
+    plan = Plan(
+        train_records, seed=config.seed, epochs=config.epochs, batch=config.batch,
+        imgsz=config.imgsz, augment=config.augment,
+        moves_boxes=build_transform(config.augment.albumentations).moves_boxes,
+    )  # fmt: skip
+    connect(config.cluster.address)
+    placement = place(config.cluster, batch=config.batch)
+    folder = open_folder(config)
+    for name in (FAILURE_FILE, "stop"):
+        (folder / name).unlink(missing_ok=True)
+    dump(config, folder / "config.yaml")
+    tags = {"data_digest": train_records.digest, "val_digest": val_records.digest}
+    tracker = observer.start(config, folder, plan.records.names, tags)
+    with _ended_properly(observer, tracker, folder):
+        job = _build_job(config, folder, placement, plan, val_records, tracker)
+        with observer.follow(folder), _stop_on_signals(folder):
+            for sentence in (placement.sentence(), job.optim.reason, _loaded_sentence(config, detector.loaded)):
+                if sentence:
+                    _say(folder, sentence)
+            _run_workers(job, train_worker, config.cluster.max_failures)
+        return _write_result(job, plan)
+
+
+def _loaded_sentence(config: TrainConfig, loaded: tuple[int, int]) -> str:
+    if not config.model.endswith(".pt"):
+        return ""
+    return f"{loaded[0]} of {loaded[1]} tensors loaded from {config.model}; the rest start from scratch"
+
+
+def evaluate(config: TrainConfig, weights: str) -> dict[str, float]:
+    """The metrics of a weights file on the data's validation split."""
+    config = absolute_paths(config)
+    val = load_records(_data_path(config), "val", max_bad=config.data.max_bad)
+    detector = load_detector(weights)
+    if tuple(detector.names) != val.names:
+        raise UserError(
+            f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "
+            "evaluate with the data.yaml it was trained on"
+        )
+    connect(config.cluster.address)
+    placement = place(config.cluster, batch=max(config.batch, config.cluster.workers))
+    folder = open_folder(config.override({"name": "evaluate"}))
+    optim = resolve_optim(config.optim, frozenset(), total_steps=1, num_classes=len(val.names))
+    job = Job(
+        config=config, folder=folder, placement=placement, optim=optim, tracker=NullTracker(),
+        plan=ray.put(None), val=ray.put(val), names=val.names, data_digest=val.digest,
+        weights=str(Path(weights).resolve()),
+    )  # fmt: skip
+    return _run_workers(job, evaluate_worker, 0)
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Workers run in other folders, on other nodes: every path they get is absolute."""
+    project = Path(config.project).expanduser()
+    if not project.is_absolute() and _inside_job():
+        if "project" in config.explicit:
+            raise UserError(
+                f"project={config.project} is relative, and a Ray job runs in a temporary copy of its folder: "
+                "give an absolute path"
+            )
+        project = Path.home() / "runs"
+    changes: dict[str, Any] = {"project": str(project.resolve())}
+    if config.data.path:
+        changes["data.path"] = str(Path(config.data.path).expanduser().resolve())
+    if config.model.endswith(".pt") and Path(config.model).expanduser().exists():
+        changes["model"] = str(Path(config.model).expanduser().resolve())
+    return config.override(changes)
+
+
+def _inside_job() -> bool:
+    return "runtime_resources/working_dir_files" in str(Path.cwd())
+
+
+def _data_path(config: TrainConfig) -> Path:
+    if config.data.path is None:
+        raise UserError("no data given: pass data=path/to/data.yaml")
+    return Path(config.data.path)
+
+
+def _load_data(config: TrainConfig) -> tuple[Records, Records]:
+    path = _data_path(config)
+    train_records = load_records(path, "train", max_bad=config.data.max_bad)
+    val_records = load_records(path, "val", max_bad=config.data.max_bad)
+    if len(train_records) < config.cluster.workers:
+        raise UserError(
+            f"{path} has {len(train_records)} training photos for cluster.workers={config.cluster.workers}: "
+            "lower cluster.workers or add photos"
+        )
+    return train_records, val_records
+
+
+def open_folder(config: TrainConfig) -> Path:
+    """The run's folder: the one to resume, or a new one; a name that exists gets a number appended.
+
+    Raises:
+        UserError: it cannot be written, or the folder to resume is not a run.
+    """
+    if config.resume:
+        return Path(config.resume)
+    project = Path(config.project)
+    try:
+        project.mkdir(parents=True, exist_ok=True)
+        for number in range(1, 100_000):
+            folder = project / (config.name if number == 1 else f"{config.name}{number}")
+            try:
+                folder.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as error:
+        raise UserError(
+            f"the run folder cannot be made in {project} ({error.strerror}): pass project= with a folder you may write to"
+        ) from error
+    raise UserError(f"{project} is full of runs named {config.name}: pass another name=")
+
+
+def _build_job(
+    config: TrainConfig, folder: Path, placement: Placement, plan: Plan, val: Records, tracker: Tracker
+) -> Job:
+    optim = resolve_optim(
+        config.optim, frozenset(config.explicit), total_steps=plan.total_steps, num_classes=len(val.names)
+    )
+    return Job(
+        config=config, folder=folder, placement=placement, optim=optim, tracker=tracker,
+        plan=ray.put(plan), val=ray.put(val), names=plan.records.names, data_digest=plan.records.digest,
+    )  # fmt: skip
+
+
+def _run_workers(job: Job, entry: Callable[[dict[str, Any]], None], max_failures: int) -> dict[str, float]:
+    """Run ``entry`` on every worker through the failures allowed; returns rank 0's last report."""
+    placement = job.placement
+    trainer = TorchTrainer(
+        entry,
+        train_loop_config={"job": job},
+        scaling_config=ScalingConfig(
+            num_workers=placement.workers,
+            use_gpu=placement.use_gpu,
+            resources_per_worker={"CPU": placement.cpus} | ({"GPU": 1} if placement.use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            # A name of its own for each attempt: Ray would otherwise go on from what it knows of the last.
+            name=f"{job.folder.name}-{time.time_ns()}",
+            storage_path=str(job.folder / "ray"),
+            failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=5),
+            worker_runtime_env={"env_vars": WORKER_ENV},
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        raise _explained(job, error) from error
+    except ray.exceptions.OutOfMemoryError as error:
+        raise RuntimeError(f"a worker was killed for memory: lower batch or imgsz; {_logs(job)}") from error
+    failure = job.folder / FAILURE_FILE
+    if failure.exists():
+        raise UserError(failure.read_text())
+    if (job.folder / "stop").exists():
+        raise StopRequested(f"stopped on request; go on with: resume={job.folder}")
+    return dict(result.metrics or {})
+
+
+def _explained(job: Job, error: Exception) -> Exception:
+    failure = job.folder / FAILURE_FILE
+    if failure.exists():
+        return UserError(failure.read_text())
+    causes = getattr(error, "worker_failures", None) or {}
+    first = next(iter(causes.values()), error)
+    text = str(first).strip().splitlines()
+    return RuntimeError(f"training failed: {text[-1] if text else type(first).__name__}; {_logs(job)}")
+
+
+def _logs(job: Job) -> str:
+    return f"see {job.folder / 'logs'}; the last checkpoint is intact, go on with resume={job.folder}"
+
+
+@contextmanager
+def _ended_properly(observer: Observer, tracker: Tracker, folder: Path) -> Iterator[None]:
+    """However the run ends, its tracking run ends with it."""
+    status, reason = "FAILED", None
+    try:
+        yield
+        status = "FINISHED"
+    except (StopRequested, KeyboardInterrupt) as stop:
+        status, reason = "KILLED", str(stop)
+        raise
+    except BaseException as error:
+        reason = str(error)
+        raise
+    finally:
+        observer.finish(tracker, folder, status, reason)
+
+
+@contextmanager
+def _stop_on_signals(folder: Path) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM asks the workers to save and stop; the second, or two minutes, ends at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ask(number: int, _: Any) -> None:
+        if (folder / "stop").exists():
+            raise KeyboardInterrupt
+        (folder / "stop").touch()
+        _say(folder, "stopping after a checkpoint; once more to stop at once")
+        timer = threading.Timer(STOP_GRACE_S, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _say(folder: Path, text: str) -> None:
+    EventLog(folder / "events.jsonl").write("note", text=text)
+
+
+def _write_result(job: Job, plan: Plan) -> dict[str, Any]:
+    summary = json.loads((job.folder / SUMMARY_FILE).read_text())
+    result = {
+        "run": str(job.folder),
+        "weights": str(job.folder / "weights" / "best.pt"),
+        "epochs": summary["steps"] // plan.steps_per_epoch,
+        **summary,
+    }
+    (job.folder / "result.json").write_text(json.dumps(result, indent=2))
+    return result

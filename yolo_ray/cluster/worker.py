@@ -1,0 +1,234 @@
+"""What one Ray Train worker does: the one place that knows both the loop and Ray Train."""
+
+from __future__ import annotations
+
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+
+from yolo_ray.cluster.preflight import Placement
+from yolo_ray.config.schema import TrainConfig
+from yolo_ray.data.batch import PhotoRing
+from yolo_ray.data.pipeline import eval_photos, train_photos
+from yolo_ray.data.plan import Plan, slots_of
+from yolo_ray.data.records import Records
+from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.model.build import Detector, build_detector, load_detector
+from yolo_ray.model.norm import synchronise
+from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.reduce import AllReduce, distributed_reduce, no_reduce
+from yolo_ray.step.schedule import ResolvedOptim, Schedule
+from yolo_ray.step.train_step import StepOptions, TrainStep
+from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
+from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, rank_images
+from yolo_ray.train.events import EventLog, NullEventLog
+from yolo_ray.train.feed import Feed
+from yolo_ray.train.loop import Run, fit
+from yolo_ray.train.metrics import EvalResult
+from yolo_ray.train.report import NullTracker, Tracker
+
+FAILURE_FILE = "failure.txt"
+EVAL_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the driver sends every worker."""
+
+    config: TrainConfig
+    folder: Path
+    placement: Placement
+    optim: ResolvedOptim
+    tracker: Tracker
+    plan: ray.ObjectRef
+    val: ray.ObjectRef
+    names: tuple[str, ...]
+    data_digest: str
+    weights: str | None = None  # evaluation of a file instead of training
+
+
+@dataclass(frozen=True)
+class Here:
+    """This worker among the others."""
+
+    rank: int
+    workers: int
+    device: torch.device
+
+    @property
+    def reduce(self) -> AllReduce:
+        """Sums a tensor over all ranks in place."""
+        return distributed_reduce if self.workers > 1 else no_reduce
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, on every rank."""
+        if self.workers == 1:
+            return [value]
+        out: list[Any] = [None] * self.workers
+        dist.all_gather_object(out, value)
+        return out
+
+
+def train_worker(settings: dict[str, Any]) -> None:
+    """Entry of a training worker; a stop that was asked for is a normal end."""
+    job: Job = settings["job"]
+    _guarded(job, partial(_train, job))
+
+
+def evaluate_worker(settings: dict[str, Any]) -> None:
+    """Entry of an evaluation worker; Ray Train's report carries the metrics to the driver."""
+    job: Job = settings["job"]
+    _guarded(job, partial(_evaluate_file, job))
+
+
+def _guarded(job: Job, work: Callable[[Here], None]) -> None:
+    here = _start(job)
+    if (job.folder / FAILURE_FILE).exists():
+        return  # a restart after a user's mistake: nothing would change, the driver reads the reason
+    try:
+        work(here)
+    except StopRequested:
+        return
+    except BaseException as error:
+        mistake = find_user_error(error)
+        if mistake is not None:
+            (job.folder / FAILURE_FILE).write_text(str(mistake))
+        log = job.folder / "logs" / f"rank_{here.rank}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n")
+        raise
+
+
+def find_user_error(error: BaseException | None) -> UserError | None:
+    """The user's mistake at the bottom of a chain of wrapped errors, if there is one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, UserError):
+            return error
+        seen.add(id(error))
+        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
+    return None
+
+
+def _start(job: Job) -> Here:
+    context = ray.train.get_context()
+    torch.set_num_threads(job.placement.threads)
+    if job.config.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    seed = job.config.seed
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    device = torch.device("cuda", torch.cuda.current_device()) if job.placement.use_gpu else torch.device("cpu")
+    return Here(context.get_world_rank(), context.get_world_size(), device)
+
+
+def _train(job: Job, here: Here) -> None:
+    config = job.config
+    plan: Plan = ray.get(job.plan)
+    detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(here.device)
+    detector.train()
+    if here.workers > 1 and config.cluster.sync_bn:
+        synchronise(detector.net, here.reduce)
+    step = build_step(job, detector, here)
+    events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
+    progress = _restore(job, step, events)
+    schedule = Schedule(
+        config.optim, job.optim,
+        epochs=config.epochs, steps_per_epoch=plan.steps_per_epoch, batch=config.batch,
+    )  # fmt: skip
+    tracker = job.tracker if here.rank == 0 else NullTracker()
+    val: Records = ray.get(job.val)
+    run = Run(
+        config=config, folder=job.folder, detector=detector, step=step, schedule=schedule,
+        feed=_build_feed(job, plan, here), evaluate=_build_evaluate(job, detector, here), val=val, reduce=here.reduce,
+        report=ray.train.report, tracker=tracker, events=events, rank=here.rank,
+        workers=here.workers, data_digest=job.data_digest, progress=progress,
+    )  # fmt: skip
+    try:
+        fit(run)
+    finally:
+        tracker.close()
+
+
+def build_step(job: Job, detector: Detector, here: Here) -> TrainStep:
+    """The training step of this worker on its flat buffers."""
+    config = job.config
+    flat = FlatModel(detector, muon=job.optim.optimizer == "MuSGD")
+    options = StepOptions(
+        batch=config.batch, imgsz=config.imgsz, gains=(config.loss.box, config.loss.cls, config.loss.dfl),
+        clip_norm=config.optim.clip_norm, optimizer=job.optim.optimizer, momentum=job.optim.momentum,
+    )  # fmt: skip
+    return TrainStep(detector, flat, options, here.reduce)
+
+
+def _restore(job: Job, step: TrainStep, events: EventLog | NullEventLog) -> Progress:
+    state, damaged = load_newest(job.folder / "checkpoints")
+    for sentence in damaged:
+        events.write("warning", text=sentence)
+    if state is None:
+        return Progress()
+    if state["data_digest"] != job.data_digest:
+        raise UserError(
+            "the photos or labels have changed since the checkpoint was written: start a new run, or put the data back"
+        )
+    progress = restore_state(step, state)
+    events.write("note", text=f"going on from step {progress.step}")
+    return progress
+
+
+def _build_feed(job: Job, plan: Plan, here: Here) -> Feed:
+    slots = slots_of(here.rank, here.workers, job.config.batch)
+    ring = PhotoRing(len(slots), job.config.imgsz, plan.window, here.device)
+    source = partial(_train_source, job, slots)
+    return Feed(plan, rank=here.rank, workers=here.workers, source=source, ring=ring)
+
+
+def _train_source(job: Job, slots: range, steps: range) -> Iterator[Any]:
+    option = job.config.augment.albumentations
+    return train_photos(job.plan, slots, steps, option, job.placement.data)
+
+
+def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], EvalResult]:
+    records: Records = ray.get(job.val)
+    ids = rank_images(len(records), here.rank, here.workers)
+    cached: list[EvalBatch] = []
+    fits = len(ids) * 3 * job.config.imgsz**2 <= EVAL_CACHE_BYTES
+
+    def batches() -> Iterator[EvalBatch]:
+        # A small validation set is decoded once: starting a dataset each epoch would cost more than it reads.
+        if cached:
+            yield from cached
+            return
+        stream = eval_photos(
+            job.val, ids,
+            imgsz=job.config.imgsz, batch=job.config.eval.val_batch, limits=job.placement.data,
+        )  # fmt: skip
+        for photo_ids, photos in stream:
+            batch = eval_batch(photo_ids, photos)
+            if fits:
+                cached.append(batch)
+            yield batch
+
+    return lambda: evaluate(
+        detector, batches(), records, imgsz=job.config.imgsz, options=job.config.eval, gather=here.gather
+    )
+
+
+def _evaluate_file(job: Job, here: Here) -> None:
+    assert job.weights is not None
+    detector = load_detector(job.weights).to(here.device)
+    result = _build_evaluate(job, detector, here)()
+    ray.train.report(result.metrics)

@@ -1,0 +1,1 @@
+"""Options: their schema, and how they are read."""

@@ -1,0 +1,274 @@
+"""The typed, frozen configuration: Ultralytics' option names and defaults, grouped in sections.
+
+Leaf names are unique over the whole tree (a test keeps it), so ``lr0=0.02`` and ``optim.lr0=0.02``
+are the same option. ``load.py`` merges YAML files and ``key=value`` into one of these.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from yolo_ray.config.options import build, find_option, refuse_lookalikes, values_of
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Frozen; unknown keys, infinite numbers, ``true`` as a number or ``1`` as a switch fail."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_lookalike(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool | int | float) and info.field_name:
+            refuse_lookalikes(cls, info.field_name, value)
+        return value
+
+
+class DataConfig(Section):
+    """Where the photos are and how strict their check is; ``data=x.yaml`` sets ``data.path``."""
+
+    path: str | None = Field(
+        default=None, description="YOLO-format data.yaml; its folders are relative to it"
+    )
+    max_bad: Fraction = Field(
+        default=0.01, description="refuse a split with a larger share of bad photos"
+    )
+    log_samples: bool = Field(
+        default=False, description="write the photo ids of every step to samples/rank_<r>.csv"
+    )
+
+
+class OptimConfig(Section):
+    """Optimizer and schedule."""
+
+    optimizer: Literal["auto", "SGD", "AdamW", "MuSGD"] = Field(
+        default="auto",
+        description="auto: by the length of the run, with lr0 and momentum unless given",
+    )
+    lr0: Positive = Field(default=0.01, description="first learning rate, after the warm-up")
+    lrf: Positive = Field(default=0.01, description="last learning rate = lr0 * lrf")
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.937, description="momentum of SGD, first beta of AdamW"
+    )
+    weight_decay: NonNegative = Field(
+        default=0.0005,
+        description="decay of weights (not of biases and norms) at the nominal batch",
+    )
+    warmup_epochs: NonNegative = Field(
+        default=3.0, description="epochs in which learning rates and momentum ramp up"
+    )
+    warmup_momentum: Fraction = Field(default=0.8, description="momentum at the first step")
+    warmup_bias_lr: NonNegative = Field(
+        default=0.1, description="learning rate of biases at the first step"
+    )
+    cos_lr: bool = Field(default=False, description="cosine schedule instead of the straight line")
+    nbs: Annotated[int, Field(ge=1)] = Field(
+        default=64, description="nominal batch: gradients add up to it"
+    )
+    clip_norm: Positive = Field(default=10.0, description="gradients are clipped to this norm")
+    ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.9999, description="last decay of the averaged weights"
+    )
+    ema_tau: Positive = Field(default=2000.0, description="updates over which that decay ramps up")
+
+    @field_validator("optimizer")
+    @classmethod
+    def _not_yet(cls, value: str) -> str:
+        if value == "MuSGD":
+            raise ValueError("MuSGD comes later; use SGD, AdamW or auto")
+        return value
+
+
+class LossConfig(Section):
+    """Gains of the three loss terms."""
+
+    box: NonNegative = Field(default=7.5, description="gain of the box (CIoU) loss")
+    cls: NonNegative = Field(default=0.5, description="gain of the class loss")
+    dfl: NonNegative = Field(
+        default=1.5, description="gain of the distribution focal loss (L1 where reg_max is 1)"
+    )
+
+
+class AugmentConfig(Section):
+    """Drawn by the plan, done on the device; albumentations run on the CPU before it."""
+
+    hsv_h: Fraction = Field(
+        default=0.015, description="hue: largest turn, as a share of the circle"
+    )
+    hsv_s: Fraction = Field(default=0.7, description="saturation: factor in 1 +- hsv_s")
+    hsv_v: Fraction = Field(default=0.4, description="brightness: factor in 1 +- hsv_v")
+    degrees: Annotated[float, Field(ge=0.0, le=180.0)] = Field(
+        default=0.0, description="rotation in +- degrees"
+    )
+    translate: Fraction = Field(default=0.1, description="shift in +- shares of the side")
+    scale: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.5, description="zoom: factor in 1 +- scale"
+    )
+    shear: Annotated[float, Field(ge=0.0, lt=90.0)] = Field(
+        default=0.0, description="shear in +- degrees"
+    )
+    flipud: Fraction = Field(default=0.0, description="probability of an upside-down flip")
+    fliplr: Fraction = Field(default=0.5, description="probability of a left-right flip")
+    mosaic: Fraction = Field(default=1.0, description="probability that four photos are joined")
+    close_mosaic: Annotated[int, Field(ge=0)] = Field(
+        default=10, description="last epochs without mosaic"
+    )
+    albumentations: bool | tuple[dict[str, Any], ...] = Field(
+        default=True,
+        description="true: Blur, MedianBlur, ToGray, CLAHE at p=0.01; false: none; or a list of "
+        "{transform: Name, ...its arguments}",
+    )
+
+
+class EvalConfig(Section):
+    """Evaluation protocol (Ultralytics' validation)."""
+
+    conf: Fraction = Field(default=0.001, description="detections with a lower score are left out")
+    iou: Fraction = Field(default=0.7, description="overlap from which NMS drops the weaker box")
+    max_det: Annotated[int, Field(ge=1)] = Field(
+        default=300, description="detections kept per photo"
+    )
+    nms: bool = Field(default=True, description="false: the NMS-free head of YOLOv10 and YOLO26")
+    val: bool = Field(default=True, description="evaluate while training")
+    val_period: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="evaluate every that many epochs"
+    )
+    val_batch: Annotated[int, Field(ge=1)] = Field(
+        default=16, description="images a worker evaluates at once"
+    )
+
+
+class ClusterConfig(Section):
+    """How many workers, with what, and how failures are met."""
+
+    workers: Annotated[int, Field(ge=1)] = Field(
+        default=1,
+        description="training processes, one a GPU; not the loader threads of Ultralytics",
+    )
+    gpu: bool | Literal["auto"] = Field(
+        default="auto", description="train on GPUs; auto: if the cluster has enough"
+    )
+    cpus_per_worker: Positive | Literal["auto"] = Field(
+        default="auto", description="CPUs that one worker holds"
+    )
+    data_cpus: Positive | Literal["auto"] = Field(
+        default="auto", description="CPUs left to Ray Data"
+    )
+    address: str | None = Field(
+        default=None, description="a running Ray cluster; none: the one at hand or a local one"
+    )
+    max_failures: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="worker deaths survived"
+    )
+    sync_bn: bool = Field(default=True, description="batch statistics over all workers")
+
+
+class CheckpointConfig(Section):
+    """How often state is written and how much is kept."""
+
+    save_steps: Annotated[int, Field(ge=0)] = Field(
+        default=500, description="also every that many steps; 0: never"
+    )
+    keep: Annotated[int, Field(ge=1)] = Field(default=2, description="newest checkpoints kept")
+
+
+class MlflowConfig(Section):
+    """Tracking."""
+
+    uri: str | None = Field(default=None, description="none: sqlite under the project folder")
+    experiment: Name = Field(default="yolo_ray", description="MLflow experiment")
+    enabled: bool = Field(
+        default=True, description="false: no MLflow; results.csv is written either way"
+    )
+
+
+class TrainConfig(Section):
+    """Everything one training run depends on."""
+
+    model: Name = Field(
+        default="yolo11n.yaml",
+        description="an Ultralytics detection YAML, or a .pt file to start from",
+    )
+    epochs: Annotated[int, Field(ge=1)] = Field(
+        default=100, description="times that every photo is seen"
+    )
+    batch: Annotated[int, Field(ge=1)] = Field(
+        default=16, description="photos of one step over ALL workers"
+    )
+    imgsz: Annotated[int, Field(ge=32)] = Field(
+        default=640, description="side of the square photos in pixels, a multiple of the stride"
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="seed of every random number")
+    patience: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="epochs without gain; 0: never stop"
+    )
+    deterministic: bool = Field(default=True, description="deterministic kernels only")
+    project: Name = Field(default="runs", description="folder of all runs")
+    name: Name = Field(
+        default="train",
+        description="folder of the run under project; a number is appended if it exists",
+    )
+    resume: str | None = Field(default=None, description="a run folder to go on with")
+    log_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10, description="steps between two progress lines"
+    )
+
+    explicit: tuple[str, ...] = Field(
+        default=(), description="the options that the user gave, dotted and sorted"
+    )
+
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    augment: AugmentConfig = AugmentConfig()
+    eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if self.batch < self.cluster.workers:
+            raise ValueError(
+                f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
+                "so a worker would have no photo; raise batch or lower cluster.workers"
+            )
+        return self
+
+    def override(self, changes: Mapping[str, Any]) -> Self:
+        """A new configuration with those options (dotted or bare) changed, validated again.
+
+        The changed options count as given. Raises UserError as ``load`` does.
+        """
+        values = values_of(self)
+        given = set(self.explicit)
+        for key, value in changes.items():
+            name = find_option(type(self), "data.path" if key == "data" else key, "override").name
+            values[name] = value
+            given.add(name)
+        places = dict.fromkeys(values, "override")
+        return build(type(self), values | {"explicit": tuple(sorted(given))}, places)
+
+    def is_given(self, key: str) -> bool:
+        """Whether the user gave that option (dotted or bare), so that no ``auto`` may change it."""
+        return find_option(type(self), key, "is_given").name in self.explicit
+
+    def flat(self) -> dict[str, str | int | float | bool | None]:
+        """Every option by its dotted name; a list becomes its JSON text."""
+        return {
+            name: value
+            if value is None or isinstance(value, str | int | float)
+            else json.dumps(value)
+            for name, value in values_of(self).items()
+        }

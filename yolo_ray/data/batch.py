@@ -1,0 +1,120 @@
+"""The batch of one worker: fixed shapes, and the ring of photos on the device that it points into.
+
+b rows of this worker, R photos a row in the ring, S the image side, G box capacity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from yolo_ray.data.plan import KeptBoxes as KeptBoxes
+from yolo_ray.data.plan import PlanStep
+from yolo_ray.errors import UserError
+
+GRAY = 114
+
+
+@dataclass
+class Batch:
+    """Tensors of ONE worker's b rows; shapes depend on b, S and G alone."""
+
+    photos: Tensor  # uint8 [R*b,3,S,S] the ring itself
+    picks: Tensor  # int64 [b,4] rows of the ring
+    origins: Tensor  # float32 [b,4,2] canvas xy of each photo's top-left corner
+    extents: Tensor  # float32 [b,4,2] (w,h) of each resized photo, 0 for unused quadrants
+    centre: Tensor  # float32 [b,2] canvas xy where the quadrants meet
+    canvas: Tensor  # float32 [b] side of the canvas
+    inverse: Tensor  # float32 [b,2,3] output pixel -> canvas pixel
+    hsv: Tensor  # float32 [b,3] gains (hue turn, saturation factor, value factor)
+    boxes: Tensor  # float32 [G,4] xyxy px
+    classes: Tensor  # int64 [G]
+    image_index: Tensor  # int64 [G] row of each box
+    valid: Tensor  # bool [G]
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The same batch on ``device``; what is there already is not copied."""
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Batch(**{k: v.to(device, non_blocking=non_blocking) for k, v in tensors.items()})
+
+
+class PhotoRing:
+    """The photos of this worker's rows in the last W + 2 steps: W in use, 2 for read-ahead."""
+
+    def __init__(
+        self, rows: int, imgsz: int, window: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """A ring for ``rows`` rows of photos of side ``imgsz`` px and a window in steps."""
+        self.size = window + 2
+        self.rows = rows
+        shape = (self.size * rows, 3, imgsz, imgsz)
+        self.photos = torch.full(shape, GRAY, dtype=torch.uint8, device=device)
+        self._steps: list[int | None] = [None] * self.size
+
+    def put(self, step: int, photos: np.ndarray | Tensor) -> None:
+        """Store one step's photos, uint8 [b,S,S,3] RGB with the resized photo at the top left."""
+        place = step % self.size
+        source = torch.as_tensor(photos).to(self.photos.device, non_blocking=True)
+        self.photos[place * self.rows : (place + 1) * self.rows].copy_(source.permute(0, 3, 1, 2))
+        self._steps[place] = step
+
+    def batch(self, plan_step: PlanStep, slots: range, capacity: int) -> Batch:
+        """This worker's batch of a step whose photos (and those of its window) were put.
+
+        Args:
+            plan_step: the global batch.
+            slots: of this worker, as many as the ring has rows.
+            capacity: G, from ``Plan.capacity_at``.
+
+        Raises:
+            UserError: albumentations gave more boxes than ``capacity``.
+        """
+        assert len(slots) == self.rows
+        mine = slice(slots.start, slots.stop)
+        places = (plan_step.step - plan_step.ages[mine]) % self.size
+        self._check(plan_step.step, plan_step.ages[mine])
+        per_row = {
+            "picks": places * self.rows + np.arange(self.rows)[:, None],
+            "origins": plan_step.origins[mine],
+            "extents": plan_step.extents[mine],
+            "centre": plan_step.centre[mine],
+            "canvas": plan_step.canvas[mine],
+            "inverse": plan_step.inverse[mine],
+            "hsv": plan_step.hsv[mine],
+        }
+        truth = _pad_boxes(plan_step, slots, capacity)
+        tensors = {name: torch.from_numpy(value) for name, value in (per_row | truth).items()}
+        device = self.photos.device
+        return Batch(self.photos, **{k: v.to(device) for k, v in tensors.items()})
+
+    def _check(self, step: int, ages: np.ndarray) -> None:
+        for age in np.unique(ages).tolist():
+            held = self._steps[(step - age) % self.size]
+            assert held == step - age, f"the ring holds step {held} where {step - age} is needed"
+
+
+def _pad_boxes(plan_step: PlanStep, slots: range, capacity: int) -> dict[str, np.ndarray]:
+    """The worker's boxes in ``capacity`` places; the rest is zero and not valid."""
+    first, last = np.searchsorted(plan_step.slots, [slots.start, slots.stop])
+    count = int(last - first)
+    if count > capacity and plan_step.moved:
+        raise UserError(
+            f"step {plan_step.step} has {count} boxes after albumentations, more than the "
+            f"{capacity} of its photos: remove the transform that adds boxes from "
+            "augment.albumentations, it may drop and move boxes only"
+        )
+    assert count <= capacity, f"{count} boxes in a capacity of {capacity}"
+    padded = {
+        "boxes": np.zeros((capacity, 4), np.float32),
+        "classes": np.zeros(capacity, np.int64),
+        "image_index": np.zeros(capacity, np.int64),
+        "valid": np.zeros(capacity, np.bool_),
+    }
+    padded["boxes"][:count] = plan_step.boxes[first:last]
+    padded["classes"][:count] = plan_step.classes[first:last]
+    padded["image_index"][:count] = plan_step.slots[first:last] - slots.start
+    padded["valid"][:count] = True
+    return padded

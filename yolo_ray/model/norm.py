@@ -1,0 +1,223 @@
+"""Batch norm over all workers: one all-reduce forward, one backward, on CPU and GPU.
+
+torch's own SyncBatchNorm refuses the CPU. This one keeps the modules, their parameters and the
+state_dict: ``synchronise`` only changes how the forward is computed. Shapes: B rows of this worker,
+C channels, N values a channel over all workers. Source: Batch Normalization (arXiv 1502.03167).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+Reduce = Callable[[Tensor], None]
+"""Adds a tensor up over all workers, in place."""
+
+
+def synchronise(net: nn.Module, reduce: Reduce) -> int:
+    """Make every ``BatchNorm2d`` of ``net`` use the statistics of all workers; how many there are.
+
+    ``reduce`` must not be called by one worker alone: all run the same forward and backward.
+    The gradients of weight and bias stay this worker's share, like those of every other parameter:
+    the sum over the workers is the gradient of the summed loss.
+    """
+    swapped = 0
+    for module in net.modules():
+        if type(module) is nn.BatchNorm2d or type(module) is SyncedBatchNorm2d:
+            # Swapped in place: other objects hold references to these modules and parameters.
+            module.__class__ = SyncedBatchNorm2d
+            module.__dict__["reduce"] = reduce
+            swapped += 1
+    return swapped
+
+
+def desynchronise(net: nn.Module) -> int:
+    """Undo ``synchronise``: plain ``BatchNorm2d`` again; how many were changed."""
+    changed = 0
+    for module in net.modules():
+        if type(module) is SyncedBatchNorm2d:
+            del module.__dict__["reduce"]
+            setattr(module, "__class__", nn.BatchNorm2d)  # noqa: B010 (a type checker refuses it)
+            changed += 1
+    return changed
+
+
+def freeze_statistics(net: nn.Module) -> int:
+    """Put every batch norm in eval mode (call it after ``net.train()``); how many there are.
+
+    Running statistics then normalise and do not move; weights and biases still learn.
+    """
+    frozen = 0
+    for module in net.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.eval()
+            frozen += 1
+    return frozen
+
+
+class SyncedBatchNorm2d(nn.BatchNorm2d):
+    """``BatchNorm2d`` with the statistics of all workers; made by ``synchronise`` only."""
+
+    reduce: Reduce
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [B,C,H,W]; in eval mode exactly ``BatchNorm2d``."""
+        if not self.training:
+            return super().forward(input)
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.momentum is not None and self.num_batches_tracked is not None
+        result, mean, variance, count = _Normalise.apply(
+            input, self.weight, self.bias, self.running_mean, (self.eps, self.reduce)
+        )
+        with torch.no_grad():
+            # As torch: the running variance is the unbiased one, of the GLOBAL count.
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
+            self.num_batches_tracked.add_(1)
+        return result
+
+
+class _Kernels(NamedTuple):
+    """The four passes over the activations; x and dy are [B,C,H,W], the rest [C]."""
+
+    statistics: Callable[[Tensor, float], tuple[Tensor, Tensor]]
+    """(x, eps) -> mean and biased variance of this worker's rows."""
+    normalise: Callable[..., Tensor]
+    """(x, weight, bias, mean, inverse, eps) -> result, in x's dtype."""
+    gradient_sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    """(dy, x, mean, inverse, weight) -> sum dy, sum dy * (x - mean), dweight, dbias."""
+    gradient: Callable[..., Tensor]
+    """(dy, x, mean, inverse, weight, sum_dy, sum_dy_xmu, count) -> dx."""
+
+
+class _Normalise(Function):
+    """Normalisation by global statistics, with the gradient through those statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, shift: Tensor, how: tuple[float, Reduce]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        eps, reduce = how
+        kernels = _KERNELS[x.device.type]
+        x = _packed(x)
+        local_mean, local_variance = kernels.statistics(x, eps)
+        # Sums about the running mean, which all workers share: squares about zero would cancel
+        # where the mean is large against the spread.
+        local_count = torch.full_like(local_mean[:1], x.numel() // x.shape[1])
+        offset = local_mean - shift
+        squares = local_variance + offset.square()
+        sums = torch.cat((local_count * offset, local_count * squares, local_count))
+        reduce(sums)
+        first, second, count = sums.split((x.shape[1], x.shape[1], 1))
+        offset = first / count
+        mean = shift + offset
+        variance = (second / count - offset.square()).clamp(min=0)
+        inverse = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.reduce = reduce
+        ctx.mark_non_differentiable(mean, variance, count)
+        return kernels.normalise(x, weight, bias, mean, inverse, eps), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        kernels = _KERNELS[x.device.type]
+        # In x's own layout: the kernels want both alike.
+        plain = x.is_contiguous()
+        dy = gradients[0].contiguous(
+            memory_format=torch.contiguous_format if plain else torch.channels_last
+        )
+        sum_dy, sum_dy_xmu, dweight, dbias = kernels.gradient_sums(dy, x, mean, inverse, weight)
+        sums = torch.cat((sum_dy, sum_dy_xmu))
+        ctx.reduce(sums)
+        sum_dy, sum_dy_xmu = sums.chunk(2)
+        dx = kernels.gradient(dy, x, mean, inverse, weight, sum_dy, sum_dy_xmu, count)
+        return dx, dweight, dbias, None, None
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Contiguous in its own layout: the kernels know plain and channels-last memory only."""
+    return x if x.is_contiguous(memory_format=torch.channels_last) else x.contiguous()
+
+
+def _plane(values_C: Tensor) -> Tensor:
+    return values_C[:, None, None]
+
+
+def _cpu_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(_wide(x), (0, 2, 3), correction=0)
+    return mean, variance
+
+
+def _cpu_normalise(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, eps: float
+) -> Tensor:
+    scale = _plane(weight * inverse)
+    return ((_wide(x) - _plane(mean)).mul_(scale).add_(_plane(bias))).to(x.dtype)
+
+
+def _cpu_gradient_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide_dy = _wide(dy)
+    sum_dy = wide_dy.sum((0, 2, 3))
+    sum_dy_xmu = (wide_dy * (_wide(x) - _plane(mean))).sum((0, 2, 3))
+    return sum_dy, sum_dy_xmu, (sum_dy_xmu * inverse).to(weight.dtype), sum_dy.to(weight.dtype)
+
+
+def _cpu_gradient(  # noqa: PLR0913 (the signature of torch's own kernel)
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    slope = inverse.square() * sum_dy_xmu / count
+    centred = (_wide(x) - _plane(mean)).mul_(_plane(slope))
+    dx = (_wide(dy) - _plane(sum_dy / count)).sub_(centred).mul_(_plane(weight * inverse))
+    return dx.to(x.dtype)
+
+
+def _cuda_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    mean, inverse = torch.batch_norm_stats(x, eps)
+    return mean, (inverse.square().reciprocal() - eps).clamp(min=0)
+
+
+def _cuda_gradient_sums(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.batch_norm_backward_reduce(dy, x, mean, inverse, weight, True, True, True)
+
+
+def _cuda_gradient(  # noqa: PLR0913 (the signature of torch's own kernel)
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    return torch.batch_norm_backward_elemt(
+        dy, x, mean, inverse, weight, sum_dy, sum_dy_xmu, count.to(torch.int32)
+    )
+
+
+def _wide(x: Tensor) -> Tensor:
+    """At least float32: half precision loses the sums."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+_KERNELS = {
+    "cpu": _Kernels(_cpu_statistics, _cpu_normalise, _cpu_gradient_sums, _cpu_gradient),
+    "cuda": _Kernels(_cuda_statistics, torch.batch_norm_elemt, _cuda_gradient_sums, _cuda_gradient),
+}

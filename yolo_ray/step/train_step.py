@@ -1,0 +1,142 @@
+"""The eager training step: the reference that a graph replays. Fixed shapes, and nothing is read on the host.
+
+Legend: B photos of the global batch, P trained elements, H heads.
+The loss of a global batch is ``B * sum_h head_gain_h * gains . items_h / max(scores_h, 1)``. Ranks back-propagate the
+un-normalised sums; gradient, score sums and loss sums are reduced together; the division comes after. So the gradient
+of N ranks is that of one rank with the same global batch, whatever their boxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from yolo_ray.augment.device import augment
+from yolo_ray.data.batch import Batch
+from yolo_ray.model.build import Detector
+from yolo_ray.model.loss import DetectionLoss
+from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.optim import OPTIMIZERS, Rates, keep
+from yolo_ray.step.reduce import AllReduce, reduce_in_buckets
+from yolo_ray.step.schedule import Controls
+
+NUM_TERMS = 3  # box, cls, dfl
+RATES = ("lr", "lr_bias", "momentum", "weight_decay", "ema_decay")
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step needs beside the model."""
+
+    batch: int  # photos of the global batch
+    imgsz: int
+    gains: tuple[float, float, float]  # box, cls, dfl
+    clip_norm: float
+    optimizer: str
+    momentum: float
+
+
+class TrainStep:
+    """``step(batch, update=...)``: one training step on the device.
+
+    Attributes:
+        flat: parameters, gradients, buffers and EMA.
+        optimizer: its ``slots`` are the optimizer's state.
+        pending: float32 [P], normalised gradients accumulated since the last update.
+        stop: float32 0-dim, 1 where this rank was asked to stop: summed over ranks by the step's own collective, so
+            that all ranks learn of it at the same step.
+        sums: float32 [6]: box, cls, dfl (gained and normalised), steps, skipped steps, stops since ``read_sums``.
+    """
+
+    def __init__(
+        self, detector: Detector, flat: FlatModel, options: StepOptions, reduce: AllReduce
+    ) -> None:
+        self.detector, self.flat, self.options, self.reduce = detector, flat, options, reduce
+        self.loss = DetectionLoss(detector)
+        self.optimizer = OPTIMIZERS[options.optimizer](flat, options.momentum)
+        self.num_heads = 2 if detector.dual else 1
+        device = flat.state.device
+        self.pending = torch.zeros_like(flat.grads)
+        self.sums = torch.zeros(NUM_TERMS + 3, device=device)
+        self.stop = torch.zeros((), device=device)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.gains = torch.tensor(options.gains, device=device)
+        # One small tensor holds every value that changes over time; it is written once before a step.
+        self.controls = torch.zeros(len(RATES) + self.num_heads, device=device)
+        self._staged = torch.zeros(len(RATES) + self.num_heads, pin_memory=device.type == "cuda")
+        tail = self.num_heads * (NUM_TERMS + 1) + 1
+        self._wire = torch.zeros(flat.num_trained + tail, device=device)
+
+    def set_controls(self, controls: Controls, head_gains: tuple[float, ...]) -> None:
+        """Write the step's rates and head gains to the device, in one copy."""
+        values = [*(getattr(controls, name) for name in RATES), *head_gains]
+        self._staged.copy_(torch.tensor(values))
+        self.controls.copy_(self._staged, non_blocking=True)
+
+    def __call__(self, batch: Batch, *, update: bool) -> None:
+        """Train on one batch; ``update`` says whether the optimizer acts or gradients go on adding up."""
+        buffers_before = self.flat.buffers.clone()
+        self._gradients(batch)
+        ok = self._absorb()
+        # Batch norm moved its statistics in the forward pass: a skipped step must not leave even those.
+        keep(~ok, self.flat.buffers, buffers_before)
+        if update:
+            self._update()
+
+    def _gradients(self, batch: Batch) -> None:
+        """Forward, loss and backward of this rank's rows into the flat gradient; then the one all-reduce."""
+        images = augment(batch) / 255
+        heads = self.detector(images)
+        sums = self.loss(
+            heads, batch.boxes, batch.classes, batch.image_index, batch.valid, imgsz=self.options.imgsz
+        )
+        head_gains = self.controls[len(RATES) :]
+        weighted = (sums.items * self.gains).sum(1) * head_gains * self.options.batch
+        self.flat.grads.zero_()
+        weighted.sum().backward()
+        count = self.flat.num_trained
+        self._wire[:count].copy_(self.flat.grads)
+        self._wire[count:].copy_(torch.cat([sums.scores, sums.items.detach().flatten(), self.stop[None]]))
+        reduce_in_buckets(self._wire, self.reduce)
+
+    def _absorb(self) -> Tensor:
+        """Normalise the reduced gradient and add it up; returns whether every number is finite, 0-dim bool."""
+        count, heads = self.flat.num_trained, self.num_heads
+        tail = self._wire[count:]
+        divisors = tail[:heads].clamp(min=1)
+        for branch, part in self.flat.branch_slices().items():
+            self._wire[part] /= divisors[branch]
+        items = tail[heads:-1].view(heads, NUM_TERMS) / divisors[:, None] * self.gains
+        gradient = self._wire[:count]
+        ok = torch.isfinite(gradient.sum()) & torch.isfinite(items.sum())
+        keep(ok, self.pending, self.pending + gradient)
+        # Both heads' losses are reported together, weighted as they are trained.
+        reported = (items * self.controls[len(RATES) :, None]).sum(0)
+        zero = torch.zeros_like(reported)
+        self.sums[:NUM_TERMS] += torch.where(ok, reported, zero)
+        self.sums[NUM_TERMS] += ok
+        self.sums[NUM_TERMS + 1] += ~ok
+        self.sums[NUM_TERMS + 2] += tail[-1]
+        self.skipped += ~ok
+        return ok
+
+    def _update(self) -> None:
+        """Clip, optimizer, EMA; all of it undone by selection when the accumulated gradient is not finite."""
+        norm = torch.linalg.vector_norm(self.pending)
+        ok = torch.isfinite(norm)
+        clip = (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        rates = Rates(*(self.controls[index] for index in range(4)))
+        self.optimizer.update(self.pending * clip, rates, ok)
+        decay = self.controls[RATES.index("ema_decay")]
+        keep(ok, self.flat.ema, torch.lerp(self.flat.state, self.flat.ema, decay))
+        self.pending.zero_()
+
+    def read_sums(self) -> dict[str, float]:
+        """Mean losses since the last call; waits for the device, so call it once per log interval."""
+        box, cls, dfl, steps, skipped, stop = self.sums.tolist()
+        self.sums.zero_()
+        steps = max(steps, 1.0)
+        means = {"box": box / steps, "cls": cls / steps, "dfl": dfl / steps}
+        return means | {"skipped": skipped, "stop": stop}

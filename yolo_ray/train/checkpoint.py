@@ -1,0 +1,150 @@
+"""TrainState: everything a resumed run needs, written atomically, read back exactly.
+
+A checkpoint is one file of plain tensors, numbers and strings (``torch.load(weights_only=True)`` reads it), keyed by
+tensor NAME: the layout of the flat buffers may change between versions without making old checkpoints useless.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from yolo_ray.errors import UserError
+from yolo_ray.step.flat import FlatModel, View
+from yolo_ray.step.train_step import TrainStep
+
+VERSION = 1
+_NAME = re.compile(r"step_(\d+)\.pt$")
+
+
+@dataclass
+class Progress:
+    """The host side of a run's state. The position in the data is ``step``; the epoch follows from it."""
+
+    step: int = 0
+    best: float = -1.0
+    best_epoch: int = -1
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+
+
+def capture_state(step: TrainStep, progress: Progress, config: dict[str, Any], digest: str) -> dict[str, Any]:
+    """The versioned dict of a run's whole state; tensors are copied to the CPU in float32."""
+    flat = step.flat
+    trained = flat.views[: flat.num_views_trained]
+    slots = {
+        name: _by_name(slot, trained) if slot.ndim else slot.cpu().clone()
+        for name, slot in step.optimizer.slots.items()
+    }
+    return {
+        "version": VERSION,
+        "model": _by_name(flat.state, flat.views),
+        "ema": _by_name(flat.ema, flat.views),
+        "optimizer": {"name": step.options.optimizer, "slots": slots},
+        "pending": _by_name(step.pending, trained),
+        "skipped": int(step.skipped),
+        "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng(flat.state.device)},
+        "progress": dict(vars(progress)),
+        "config": config,
+        "data_digest": digest,
+    }
+
+
+def restore_state(step: TrainStep, state: dict[str, Any]) -> Progress:
+    """Put a captured state back, bit for bit.
+
+    Raises:
+        UserError: the state is of another model, optimizer or version.
+    """
+    flat = step.flat
+    if state["version"] != VERSION:
+        raise UserError(
+            f"checkpoint format {state['version']} is not {VERSION}: resume with the yolo_ray that wrote it"
+        )
+    if state["optimizer"]["name"] != step.options.optimizer:
+        raise UserError(
+            f"the checkpoint was written with optimizer={state['optimizer']['name']}, this run has "
+            f"optimizer={step.options.optimizer}: resume with the same optimizer"
+        )
+    trained = flat.views[: flat.num_views_trained]
+    _put(flat.state, flat.views, state["model"])
+    _put(flat.ema, flat.views, state["ema"])
+    _put(step.pending, trained, state["pending"])
+    for name, slot in step.optimizer.slots.items():
+        saved = state["optimizer"]["slots"][name]
+        if slot.ndim:
+            _put(slot, trained, saved)
+        else:
+            slot.copy_(saved)
+    step.skipped.fill_(state["skipped"])
+    torch.set_rng_state(state["rng"]["cpu"])
+    if state["rng"]["cuda"] is not None and flat.state.device.type == "cuda":
+        torch.cuda.set_rng_state(state["rng"]["cuda"], flat.state.device)
+    return Progress(**state["progress"])
+
+
+def _by_name(flat: Tensor, views: list[View]) -> dict[str, Tensor]:
+    host = flat.detach().cpu()
+    return {view.name: view.of(host).clone() for view in views}
+
+
+def _put(flat: Tensor, views: list[View], tensors: dict[str, Tensor]) -> None:
+    if {view.name: view.shape for view in views} != {name: t.shape for name, t in tensors.items()}:
+        raise UserError("the checkpoint belongs to another model: resume with the model and data it was made with")
+    for view in views:
+        view.of(flat).copy_(tensors[view.name])
+
+
+def _cuda_rng(device: torch.device) -> Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def save_atomically(payload: Any, path: Path) -> None:
+    """Write to a temporary name, flush to the disk, rename: a crash leaves the old file or the new one.
+
+    Raises:
+        OSError: the disk is full or read-only; the temporary file is gone and the old file untouched.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(payload, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a folder, oldest first."""
+    found = [(int(match[1]), path) for path in folder.glob("step_*.pt") if (match := _NAME.search(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def save_checkpoint(state: dict[str, Any], folder: Path, *, keep: int) -> Path:
+    """Write ``step_<n>.pt`` and remove all but the newest ``keep``."""
+    path = folder / f"step_{state['progress']['step']:09d}.pt"
+    save_atomically(state, path)
+    for old in list_checkpoints(folder)[:-keep]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The newest readable checkpoint and a sentence for each unreadable newer one; ``(None, ...)``: none."""
+    damaged: list[str] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True), damaged
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+            damaged.append(f"{path} cannot be read ({reason}); going back to an older checkpoint")
+    return None, damaged

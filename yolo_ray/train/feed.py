@@ -1,0 +1,111 @@
+"""From the plan and a stream of photos to the batches of a step; knows neither Ray nor files."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from yolo_ray.data.batch import Batch, KeptBoxes, PhotoRing
+from yolo_ray.data.plan import Plan, slots_of
+
+QUEUE_STEPS = 4
+
+
+class StepPhotosLike(Protocol):
+    """What a stream of photos yields; see data/pipeline.py."""
+
+    step: int
+    ids: np.ndarray
+    photos: np.ndarray
+    kept: KeptBoxes
+
+
+PhotoSource = Callable[[range], Iterator[StepPhotosLike]]
+
+
+class Feed:
+    """Batches of this worker's slots, in order, from any step.
+
+    Attributes:
+        wait_s: seconds the training loop waited for photos since it was last set to zero.
+        ids: record ids int64 [b] of the last batch's own photos.
+    """
+
+    def __init__(self, plan: Plan, *, rank: int, workers: int, source: PhotoSource, ring: PhotoRing) -> None:
+        self.plan, self.workers, self.source, self.ring = plan, workers, source, ring
+        self.slots = slots_of(rank, workers, plan.batch)
+        self.wait_s = 0.0
+        self.ids = np.empty(0, dtype=np.int64)
+
+    def batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
+        """``(step, batch)`` from ``first_step`` to the end; the photos of the mosaic's window come first."""
+        steps = range(first_step - (self.plan.window - 1), self.plan.total_steps)
+        kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        for photos in _ahead(self.source(steps), self._waited):
+            images, _, _ = self.plan.images_at(photos.step)
+            # The rows themselves say who they are: a stream that slipped by one row must never train.
+            assert np.array_equal(images[self.slots], photos.ids), "the stream left the plan"
+            self.ring.put(photos.step, photos.photos)
+            kept |= photos.kept
+            kept = {key: value for key, value in kept.items() if key[0] > photos.step - self.plan.window}
+            if photos.step >= first_step:
+                self.ids = photos.ids
+                yield photos.step, self._batch(photos.step, kept)
+
+    def _batch(self, step: int, kept: KeptBoxes) -> Batch:
+        planned = self.plan.at(step, kept or None)
+        return self.ring.batch(planned, self.slots, self.plan.capacity_at(step, self.workers))
+
+    def _waited(self, seconds: float) -> None:
+        self.wait_s += seconds
+
+
+class _Failed:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _ahead(
+    items: Iterator[StepPhotosLike], waited: Callable[[float], None]
+) -> Iterator[StepPhotosLike]:
+    """Pull ``items`` in a thread, a few ahead, so that waiting for photos and training overlap."""
+    buffer: queue.Queue[StepPhotosLike | _Failed | None] = queue.Queue(QUEUE_STEPS)
+    stopped = threading.Event()
+
+    def put(item: StepPhotosLike | _Failed | None) -> bool:
+        while not stopped.is_set():
+            try:
+                buffer.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def pull() -> None:
+        try:
+            for item in items:
+                if not put(item):
+                    return
+            put(None)
+        except BaseException as error:  # handed to the training thread, which raises it
+            put(_Failed(error))
+
+    thread = threading.Thread(target=pull, name="photos", daemon=True)
+    thread.start()
+    try:
+        while True:
+            begin = time.perf_counter()
+            item = buffer.get()
+            waited(time.perf_counter() - begin)
+            if item is None:
+                return
+            if isinstance(item, _Failed):
+                raise item.error
+            yield item
+    finally:
+        stopped.set()

@@ -1,0 +1,319 @@
+"""The training loop of one process: epochs of steps, evaluation, checkpoints. It knows neither Ray nor MLflow."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from yolo_ray.augment.device import augment
+from yolo_ray.config.schema import TrainConfig
+from yolo_ray.data.records import Records
+from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.model.build import Detector, save_weights
+from yolo_ray.model.loss import head_gains_at
+from yolo_ray.step.reduce import AllReduce
+from yolo_ray.step.schedule import Schedule
+from yolo_ray.step.train_step import TrainStep
+from yolo_ray.train.checkpoint import Progress, capture_state, save_atomically, save_checkpoint
+from yolo_ray.train.events import EventLog
+from yolo_ray.train.feed import Feed
+from yolo_ray.train.metrics import EvalResult
+from yolo_ray.train.report import Tracker
+
+NUM_PICTURED_STEPS = 3
+SUMMARY_FILE = "summary.json"
+EVALUATION_FILE = "evaluation.npz"
+
+
+@dataclass
+class Run:
+    """The parts of a run, put together by the worker.
+
+    ``evaluate`` runs on every rank and returns the same numbers on every rank; ``report`` is called once an epoch on
+    every rank; ``reduce`` sums a tensor over the ranks.
+    """
+
+    config: TrainConfig
+    folder: Path
+    detector: Detector
+    step: TrainStep
+    schedule: Schedule
+    feed: Feed
+    evaluate: Callable[[], EvalResult]
+    reduce: AllReduce
+    report: Callable[[dict[str, float]], None]
+    tracker: Tracker
+    events: EventLog
+    rank: int
+    workers: int
+    data_digest: str
+    val: Records
+    progress: Progress = field(default_factory=Progress)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the run's checkpoints lie."""
+        return self.folder / "checkpoints"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its existence asks the run to stop at the next step."""
+        return self.folder / "stop"
+
+
+def fit(run: Run) -> None:
+    """Train from ``run.progress.step`` to the end and write ``summary.json``: the best epoch and its metrics.
+
+    Raises:
+        StopRequested: the run was asked to stop; its checkpoint is written.
+        UserError: the losses are not finite for a whole logging interval.
+    """
+    loop = _Loop(run)
+    stream = run.feed.batches(run.progress.step)
+    for step, batch in stream:
+        loop.train_one(step, batch)
+        if (step + 1) % run.schedule.steps_per_epoch == 0:
+            loop.end_epoch(step)
+            if loop.is_stale():
+                loop.note(f"no gain in {run.config.patience} epochs: training ends early")
+                break
+            loop.begin_epoch()
+    stream.close()
+    if run.rank == 0:
+        loop.write_summary()
+
+
+class _Loop:
+    """The counters and clocks between steps."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.begin_time = time.perf_counter() - run.progress.elapsed_s
+        self.pictured = run.progress.step > 0  # a resumed run has its first batches' pictures already
+        self.num_images = 0
+        self.first_step = run.progress.step
+        self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
+        self.last_logged = run.progress.step
+        self.train_s = 0.0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        self.epoch_begin = time.perf_counter()
+        self.epoch_images = 0
+        self.losses[:] = 0
+        self.run.feed.wait_s = 0.0
+
+    def note(self, text: str) -> None:
+        self.run.events.write("note", text=text)
+
+    def train_one(self, step: int, batch: Any) -> None:
+        """One training step and what falls due after it: log, checkpoint, stop."""
+        run, epoch = self.run, step // self.run.schedule.steps_per_epoch
+        if self.run.rank == 0 and not self.pictured:
+            self._picture(step, batch)
+        self._ask_to_stop(step)
+        controls = run.schedule.at(step)
+        run.step.set_controls(controls, head_gains_at(epoch, run.config.epochs, run.step.num_heads))
+        run.step(batch, update=bool(run.schedule.updates[step]))
+        run.progress.step = step + 1
+        self.epoch_images += run.config.batch
+        if run.config.data.log_samples:
+            self._log_samples(step)
+        last = (step + 1) % run.schedule.steps_per_epoch == 0
+        if last or (step + 1) % run.config.log_steps == 0:
+            self._log(step, controls.lr)
+        every = run.config.checkpoint.save_steps
+        if every and (step + 1) % every == 0 and not last:
+            self._checkpoint()
+
+    def _ask_to_stop(self, step: int) -> None:
+        """Before a logging step this rank says whether it was asked to stop; the collective tells all ranks."""
+        if (step + 1) % self.run.config.log_steps == 0 or (step + 1) % self.run.schedule.steps_per_epoch == 0:
+            self.run.step.stop.fill_(float(self.run.stop_file.exists()))
+
+    def _log(self, step: int, lr: float) -> None:
+        run, per_epoch = self.run, self.run.schedule.steps_per_epoch
+        sums = run.step.read_sums()
+        steps = step + 1 - self.last_logged
+        self.last_logged = step + 1
+        if sums["skipped"] >= steps:
+            raise UserError(
+                f"every gradient of the last {steps} steps (to step {step + 1}) was not finite: lower lr0 "
+                f"(now {lr:.3g}) or raise optim.warmup_epochs; the last checkpoint is intact in {run.checkpoints}"
+            )
+        trained = steps - sums["skipped"]
+        self.losses += np.array([sums["box"], sums["cls"], sums["dfl"], 1.0]) * trained
+        seconds = time.perf_counter() - self.epoch_begin
+        speed = self.epoch_images / seconds
+        run.progress.elapsed_s = time.perf_counter() - self.begin_time
+        done = step + 1 - self.first_step
+        remaining = run.schedule.epochs * per_epoch - (step + 1)
+        since = max(time.perf_counter() - self.begin_time, 1e-9)
+        run.events.write(
+            "step",
+            epoch=step // per_epoch + 1, epochs=run.schedule.epochs,
+            step=step % per_epoch + 1, steps=per_epoch,
+            images_per_s=speed, lr=lr, data_wait=min(run.feed.wait_s / seconds, 1.0),
+            eta_s=since / done * remaining, skipped=int(run.step.skipped),
+            **{name: sums[name] for name in ("box", "cls", "dfl")},
+        )  # fmt: skip
+        run.tracker.metrics(
+            {f"train/{name}": sums[name] for name in ("box", "cls", "dfl")}
+            | {"lr": lr, "speed/images_per_s": speed, "skipped_steps": float(run.step.skipped)},
+            step=step + 1,
+        )
+        if sums["stop"] > 0:
+            self._checkpoint()
+            raise StopRequested(
+                f"stopped at step {step + 1}; go on with: resume={run.folder}"
+            )
+
+    def end_epoch(self, step: int) -> None:
+        """Evaluate, write the row, the weights and the checkpoint."""
+        run = self.run
+        epoch = step // run.schedule.steps_per_epoch
+        seconds = time.perf_counter() - self.epoch_begin
+        per_step = 1000 * seconds / run.schedule.steps_per_epoch
+        row = {
+            f"train/{name}": value
+            for name, value in zip(("box", "cls", "dfl"), self.losses[:3] / max(self.losses[3], 1), strict=True)
+        }
+        row |= {
+            "lr": run.schedule.at(step).lr,
+            "time/step_ms": per_step,
+            "time/data_wait_ms": 1000 * run.feed.wait_s / run.schedule.steps_per_epoch,
+            "speed/images_per_s": self.epoch_images / seconds,
+            "skipped_steps": float(run.step.skipped),
+        }
+        metrics = self._evaluate(epoch) if self._evaluates(epoch) else None
+        row |= metrics or {}
+        row["time/epoch_s"] = time.perf_counter() - self.epoch_begin
+        run.progress.elapsed_s = time.perf_counter() - self.begin_time
+        run.tracker.row(row, epoch=epoch + 1)
+        is_best = metrics is not None and run.progress.best_epoch == epoch
+        if run.rank == 0:
+            self._save_weights(epoch, is_best=is_best)
+        self._checkpoint(is_best=is_best)
+        run.report({"epoch": float(epoch + 1), **row})
+
+    def _evaluates(self, epoch: int) -> bool:
+        options, last = self.run.config.eval, epoch + 1 == self.run.schedule.epochs
+        return last or (options.val and (epoch + 1) % options.val_period == 0)
+
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        run = self.run
+        average_buffers(run)
+        with ema_weights(run.step):
+            result = run.evaluate()
+        metrics = result.metrics
+        if metrics["val/map50_95"] > run.progress.best:
+            run.progress.best, run.progress.best_epoch = metrics["val/map50_95"], epoch
+            run.progress.best_metrics = dict(metrics)
+            if run.rank == 0:
+                save_evaluation(run.folder / EVALUATION_FILE, result, run.val)
+        run.events.write("val", epoch=epoch + 1, **metrics)
+        return metrics
+
+    def write_summary(self) -> None:
+        """What the driver makes result.json of."""
+        progress = self.run.progress
+        summary = {
+            "steps": progress.step,
+            "best_epoch": progress.best_epoch + 1,
+            "skipped_steps": int(self.run.step.skipped),
+            "elapsed_s": round(progress.elapsed_s, 1),
+            **{name.removeprefix("val/"): value for name, value in progress.best_metrics.items()},
+        }
+        (self.run.folder / SUMMARY_FILE).write_text(json.dumps(summary))
+
+    def is_stale(self) -> bool:
+        """Whether ``patience`` epochs have passed without a gain."""
+        run = self.run
+        epoch = run.progress.step // run.schedule.steps_per_epoch - 1
+        stale = epoch - run.progress.best_epoch
+        return bool(run.config.patience) and run.progress.best_epoch >= 0 and stale >= run.config.patience
+
+    def _save_weights(self, epoch: int, *, is_best: bool) -> None:
+        run = self.run
+        averaged = dict(run.step.flat.named(run.step.flat.ema))
+        weights = run.detector.net.state_dict() | averaged  # the rest: integer counters
+        args = run.config.flat() | {"imgsz": run.config.imgsz, "task": "detect", "epoch": epoch + 1}
+        for name in ("last.pt", "best.pt") if is_best else ("last.pt",):
+            save_weights(run.folder / "weights" / name, run.detector, weights, args)
+
+    def _checkpoint(self, *, is_best: bool = False) -> None:
+        run = self.run
+        average_buffers(run)
+        if run.rank == 0:
+            run.progress.elapsed_s = time.perf_counter() - self.begin_time
+            state = capture_state(run.step, run.progress, run.config.flat(), run.data_digest)
+            path = save_checkpoint(state, run.checkpoints, keep=run.config.checkpoint.keep)
+            if is_best:
+                save_atomically(state, path.with_name("best.pt"))
+
+    def _picture(self, step: int, batch: Any) -> None:
+        images = augment(batch).clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()[:16]
+        valid = batch.valid.cpu().numpy()
+        index, boxes = batch.image_index.cpu().numpy()[valid], batch.boxes.cpu().numpy()[valid]
+        classes = batch.classes.cpu().numpy()[valid]
+        rows = range(len(images))
+        self.run.tracker.photos(
+            f"train_batch{step}", images, [boxes[index == i] for i in rows], [classes[index == i] for i in rows],
+            step=step,
+        )  # fmt: skip
+        self.pictured = step + 1 >= NUM_PICTURED_STEPS
+
+    def _log_samples(self, step: int) -> None:
+        folder = self.run.folder / "samples"
+        folder.mkdir(exist_ok=True)
+        with open(folder / f"rank_{self.run.rank}.csv", "a") as file:
+            file.write(f"{step},{' '.join(map(str, self.run.feed.ids.tolist()))}\n")
+
+
+def save_evaluation(path: Path, result: EvalResult, val: Records) -> None:
+    """What pictures of an evaluation need: curves, and truth and detections of its first photos.
+
+    ``truth`` float32 [n,6]: sample number, xyxy px, class; ``found`` [m,7]: the same and the score.
+    """
+    truth, found = [np.zeros((0, 6), np.float32)], [np.zeros((0, 7), np.float32)]
+    for number, (image_id, boxes, scores, classes) in enumerate(result.samples):
+        height, width = val.sizes[image_id].tolist()
+        real, real_classes = val.boxes_of(image_id)
+        pixels = real * np.array([width, height, width, height], np.float32)
+        truth.append(np.column_stack([np.full(len(real), number), pixels, real_classes]))
+        found.append(np.column_stack([np.full(len(boxes), number), boxes, classes, scores]))
+    paths = np.array([str(val.paths[sample[0]]) for sample in result.samples])
+    arrays = {"truth": np.concatenate(truth), "found": np.concatenate(found), "paths": paths}
+    temporary = path.with_name(f".{path.name}")
+    with open(temporary, "wb") as file:
+        np.savez(file, **arrays, **vars(result.curves))
+    temporary.replace(path)
+
+
+class ema_weights:  # noqa: N801  (reads as a clause: with ema_weights(step))
+    """The detector computes with the EMA weights inside, and has its own back, bit for bit, outside."""
+
+    def __init__(self, step: TrainStep) -> None:
+        self.flat = step.flat
+
+    def __enter__(self) -> None:
+        self.saved = self.flat.state.clone()
+        self.flat.state.copy_(self.flat.ema)
+
+    def __exit__(self, *_: object) -> None:
+        self.flat.state.copy_(self.saved)
+
+
+def average_buffers(run: Run) -> None:
+    """Without synchronised batch norm each rank has statistics of its own: their mean is kept."""
+    if run.workers > 1 and not run.config.cluster.sync_bn:
+        for flat in (run.step.flat.state, run.step.flat.ema):
+            buffers = flat[run.step.flat.num_trained :]
+            run.reduce(buffers)
+            buffers /= run.workers
