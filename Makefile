@@ -11,7 +11,7 @@ STAMP := $(VENV)/.setup-done
 DATA := datasets/trees
 PORT ?= 5000
 ARGS ?=
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 
 help: ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12

@@ -77,7 +77,7 @@ class Photos:
 def script(monkeypatch: pytest.MonkeyPatch, numbers: list[float]) -> None:
     """Make Ultralytics' next uniform draws these numbers."""
     remaining = iter(numbers)
-    monkeypatch.setattr(oracle.random, "uniform", lambda low, high: next(remaining))
+    monkeypatch.setattr("random.uniform", lambda low, high: next(remaining))
 
 
 def run_oracle(
@@ -154,7 +154,7 @@ def test_pixels_and_boxes(monkeypatch, scene, case, mosaic):
 @pytest.mark.parametrize("shape", [(120, SIDE), (SIDE, 107), (99, SIDE), (SIDE, SIDE), (1, SIDE)])
 def test_without_affine_the_letterbox_is_exact(shape):
     photo, boxes = make_photo(*shape, seed=5), make_boxes(5)
-    label = oracle.LetterBox((SIDE, SIDE))(make_label(photo, boxes, 0))
+    label: Any = oracle.LetterBox((SIDE, SIDE))(make_label(photo, boxes, 0))
     image, found, kept = run_ours([photo] * 4, [boxes] * 4, CASES[0], mosaic=False)
     np.testing.assert_array_equal(image, label["img"])
     np.testing.assert_allclose(found, label["instances"].bboxes[kept], atol=1e-3)
@@ -169,7 +169,7 @@ def test_hsv(monkeypatch, draws, ranges):
     grays = np.repeat(np.arange(SIDE, dtype=np.uint8)[None, :, None], 3, axis=2)
     image = np.concatenate([make_photo(120, SIDE, 3), noise, grays])
     uniform: Callable[..., np.ndarray] = lambda low, high, size: np.array(draws, float)  # noqa: E731
-    monkeypatch.setattr(oracle.np.random, "uniform", uniform)
+    monkeypatch.setattr("numpy.random.uniform", uniform)
     label = {"img": image.copy()}
     wanted = oracle.RandomHSV(*ranges).apply_image(label)["img"][..., ::-1]
     gains = np.array([0, 1, 1]) + np.array(draws) * ranges
@@ -177,6 +177,6 @@ def test_hsv(monkeypatch, draws, ranges):
     found = hsv(rgb, torch.from_numpy(gains[None].astype(np.float32)))[0].permute(1, 2, 0).numpy()
     if any(draws):
         apart = np.abs(found - wanted)
-        assert (apart <= 1).mean() > 0.999 and apart.max() <= 8, (apart.max(), (apart > 1).mean())
+        assert apart.max() <= 2 and (apart <= 1).mean() > 0.999 and (apart == 0).mean() > 0.8
     else:  # we leave the image alone, Ultralytics' way through 8-bit HSV loses a little
         np.testing.assert_array_equal(found, image[..., ::-1])

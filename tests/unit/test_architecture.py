@@ -24,7 +24,7 @@ LAYERS = {
     "step": MIDDLE,
     "train": MIDDLE | {"step"},
     "cluster": MIDDLE | {"step", "train"},
-    "track": LOW | {"data"},
+    "track": LOW | {"data", "augment"},
 }
 # The only places that may import a dependency; a folder or a file.
 DOORS = {

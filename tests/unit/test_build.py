@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_saved_weights_open_in_ultralytics(tmp_path, family):
     save_weights(path, detector, detector.state_dict(), {"imgsz": 64}, {"note": "kept"})
     assert [file.name for file in path.parent.iterdir()] == ["best.pt"]
     photo = np.random.default_rng(0).integers(0, 255, (48, 64, 3), dtype=np.uint8)
-    yolo = YOLO(path)
+    yolo: Any = YOLO(path)
     result = yolo.predict(photo, imgsz=64, conf=0.0, verbose=False, device="cpu")[0]
     assert result.names == dict(enumerate(NAMES)) and len(result.boxes) > 0
     assert yolo.ckpt["note"] == "kept" and yolo.ckpt["train_args"]["task"] == "detect"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 import torch
@@ -32,9 +34,15 @@ def random_detector(model: str) -> Detector:
     detector = build_detector(model, ["a", "b", "c"], imgsz=IMGSZ, seed=0).eval()
     for module in detector.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.3, 1.5)
+            torch.nn.init.normal_(cast(Tensor, module.running_mean), 0, 0.1)
+            torch.nn.init.uniform_(cast(Tensor, module.running_var), 0.3, 1.5)
     return detector
+
+
+def detect_layer(detector: Detector) -> Detect:
+    head = list(cast(torch.nn.Sequential, detector.model))[-1]
+    assert isinstance(head, Detect)
+    return head
 
 
 def ultralytics_nms(boxes: Tensor, scores: Tensor, *, conf: float, iou: float, max_det: int):
@@ -108,8 +116,8 @@ def test_decoded_boxes_and_scores_equal_ultralytics(model: str) -> None:
     images = torch.rand(2, 3, IMGSZ, IMGSZ)
     with torch.inference_mode():
         boxes, scores = decode(detector(images)[0], detector.strides, detector.reg_max, IMGSZ)
-        detector.net.eval().model[-1].end2end = False
-        expected = detector.net(images)[0].transpose(1, 2)
+        detect_layer(detector).end2end = False
+        expected = detector.net.eval()(images)[0].transpose(1, 2)
     assert scores.std() > 1e-4
     torch.testing.assert_close(xyxy2xywh(boxes), expected[..., :4], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(scores, expected[..., 4:], rtol=1e-4, atol=1e-7)
@@ -119,9 +127,7 @@ def test_decoded_boxes_and_scores_equal_ultralytics(model: str) -> None:
 def test_one_to_one_equals_ultralytics_end2end(model: str) -> None:
     detector = random_detector(model)
     images = torch.rand(2, 3, IMGSZ, IMGSZ)
-    head = detector.net.model[-1]
-    assert isinstance(head, Detect)
-    head.end2end = True
+    detect_layer(detector).end2end = True
     with torch.inference_mode():
         boxes, scores = decode(detector(images)[-1], detector.strides, detector.reg_max, IMGSZ)
         ours = detect_one_to_one(boxes, scores, conf=0.0, max_det=300)

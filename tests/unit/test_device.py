@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -120,6 +122,8 @@ def test_unit_gains_leave_every_colour_alone():
 def test_nothing_is_read_on_the_host():
     """Tensors without data go through: no value decides a shape or a branch."""
     scene = make_scene([[0, 1.0, 0, 0, 0.5, 0.5]] * 2, [True, False])
-    empty = torch.zeros(16, 4), *(torch.zeros(16, dtype=torch.int64) for _ in range(3))
-    batch = Batch(*scene, torch.ones(2, 3), *empty).to("meta")
+    none = torch.zeros(16, dtype=torch.int64)
+    tensors = [*scene, torch.ones(2, 3), torch.zeros(16, 4), none, none, none.bool()]
+    names = [field.name for field in dataclasses.fields(Batch)]
+    batch = Batch(**dict(zip(names, tensors, strict=True))).to("meta")
     assert augment(batch).shape == (2, 3, SIDE, SIDE)

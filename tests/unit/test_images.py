@@ -192,12 +192,11 @@ def test_resize_and_letterbox_equal_ultralytics(tmp_path: Path, imgsz: int) -> N
     for number, photo in enumerate(photos):
         expected, _, new_size = loader.load_image(number)
         np.testing.assert_array_equal(resize_photo(photo, imgsz), expected[:, :, ::-1])
-        assert tuple(map(int, resized_size(*photo.shape[:2], imgsz))) == new_size
+        assert tuple(map(int, resized_size(photo.shape[0], photo.shape[1], imgsz))) == new_size
         square, (left, top) = letterbox(photo, imgsz)
-        np.testing.assert_array_equal(square, box(image=expected)[:, :, ::-1])
-        height, width = new_size
+        np.testing.assert_array_equal(square, np.asarray(box(image=expected))[:, :, ::-1])
         np.testing.assert_array_equal(
-            square[top : top + height, left : left + width], resize_photo(photo, imgsz)
+            square[top : top + new_size[0], left : left + new_size[1]], resize_photo(photo, imgsz)
         )
 
 

@@ -1,9 +1,10 @@
-"""COCO metrics equal pycocotools' on crowds, empty photos and absent classes; P and R Ultralytics'."""
+"""COCO metrics equal pycocotools' on crowds and absent classes; P and R equal Ultralytics'."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -89,14 +90,15 @@ def pycoco(records: Records, found: Detections, max_det: int) -> COCOeval:
     ]
     with contextlib.redirect_stdout(io.StringIO()):
         truth = COCO()
-        truth.dataset = {
+        dataset: Any = {
             "info": {},
             "images": [{"id": i} for i in range(len(records))],
             "annotations": true,
             "categories": [{"id": c, "name": n} for c, n in enumerate(records.names)],
         }
+        truth.dataset = dataset
         truth.createIndex()
-        judge = COCOeval(truth, truth.loadRes(results), "bbox")
+        judge = COCOeval(truth, truth.loadRes(cast(Any, results)), "bbox")
         judge.params.maxDets = [1, 10, max_det]
         judge.evaluate()
         judge.accumulate()
@@ -118,7 +120,10 @@ def perfect(records: Records) -> Detections:
     ids = np.repeat(np.arange(len(records)), np.diff(records.offsets))
     boxes = (records.boxes * np.tile(sizes, 2)).astype(np.float32)
     return Detections(
-        ids, boxes, np.linspace(1, 0.5, len(ids), dtype=np.float32), records.classes.astype(np.int64)
+        ids,
+        boxes,
+        np.linspace(1, 0.5, len(ids), dtype=np.float32),
+        records.classes.astype(np.int64),
     )
 
 

@@ -46,13 +46,14 @@ def make_batch():
 def train(net, images, wanted, steps=2):
     """Outputs, gradients (of weights and images) and buffers after forward and backward passes."""
     images = images.clone().requires_grad_()
+    output, grads = images, []
     for _ in range(steps):
-        net.zero_grad()
-        images.grad = None
         output = net(images)
-        ((output - wanted) ** 2).sum().backward()
-    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
-    return output.detach(), images.grad, grads, dict(net.named_buffers())
+        loss = ((output - wanted) ** 2).sum()
+        grads = list(torch.autograd.grad(loss, [images, *net.parameters()]))
+    names = [name for name, _ in net.named_parameters()]
+    named = dict(zip(names, grads[1:], strict=True))
+    return output.detach(), grads[0], named, dict(net.named_buffers())
 
 
 def gap(one, other):
@@ -63,8 +64,8 @@ def gap(one, other):
 def work(rank, folder):
     """One worker: its rows, its outputs written to a file."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", len(PARTS))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(PARTS))
+    address = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(PARTS))
     net = make_net()
     assert synchronise(net, dist.all_reduce) == 2
     rows = slice(sum(PARTS[:rank]), sum(PARTS[: rank + 1]))

@@ -17,6 +17,9 @@ SUBPIXELS = (
     256  # positions are rounded to 1/256 px: weights are whole numbers, their sums exact in float32
 )
 MARGIN = 2  # canvas positions run from -2 to K + 2; what lies beyond reads the same gray
+# OpenCV cuts colours off when it turns them back to RGB; a level is then whole or at least 1/7650
+# off, so this keeps float32's own error (3e-5) from costing one level.
+ROUNDING_ERROR = 2.0**-14
 HUE_TURN = 180.0  # OpenCV's hue of one turn, for 8-bit images
 
 
@@ -158,7 +161,7 @@ def _offset_tables(
         offset = inside.to(dtype)
         if axis == 1:
             offset = offset * side + _choose(after, pick).to(dtype) * (3 * side * side)
-        tables.append(torch.where(valid, offset, outside))
+        tables.append(offset.masked_fill(~valid, outside))
     return tables[0], tables[1]
 
 
@@ -188,7 +191,7 @@ def _recolour(images: Tensor, gains: Tensor, out: Tensor) -> None:
     saturation = saturation.mul_(gains[:, 1]).clamp_(0, 255).floor_().div_(255)
     value = (value * gains[:, 2]).clamp_(0, 255).floor_()
     full = value * saturation
-    low = value - full
+    low = value - full + ROUNDING_ERROR
     # How much of the pure hue each channel holds, from the distance to its own angle.
     shares = (
         (hue - 3).abs_().sub_(1),
@@ -197,7 +200,7 @@ def _recolour(images: Tensor, gains: Tensor, out: Tensor) -> None:
     )
     unchanged = (gains[:, 0] == 0) & (gains[:, 1] == 1) & (gains[:, 2] == 1)
     for channel, share in enumerate(shares):
-        colour = share.clamp_(0, 1).mul_(full).add_(low).round_()
+        colour = share.clamp_(0, 1).mul_(full).add_(low).floor_()
         out[:, channel] = torch.where(unchanged, images[:, channel], colour)
 
 
@@ -208,7 +211,7 @@ def _to_hsv(red: Tensor, green: Tensor, blue: Tensor) -> tuple[Tensor, Tensor, T
     saturation = _divide(spread, value, 255)
     is_red, is_green = value == red, value == green
     apart = torch.where(is_red, green - blue, torch.where(is_green, blue - red, red - green))
-    angle = torch.where(is_red, 0.0, torch.where(is_green, 2.0, 4.0))  # in sixths of a turn
+    angle = (4.0 - 2.0 * is_green) * ~is_red  # of the strongest colour, in sixths of a turn
     hue = _divide(apart.add_(angle.mul_(spread)), spread, HUE_TURN / 6)
     return hue, saturation, value
 

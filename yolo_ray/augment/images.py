@@ -33,15 +33,12 @@ DEFAULT_CHAIN: tuple[dict[str, Any], ...] = tuple(
 )
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000")  # MPO comes with JPEG
 # cv2 decodes these without a surprise once its own EXIF rotation is off; PIL decodes the rest.
-_CV2_FORMATS = frozenset({"JPEG", "MPO", "PNG", "BMP", "WEBP", "TIFF"})
+_CV2_FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "TIFF"})
 # Abstract classes, and ones that take functions, which no YAML file can hold.
 _NOT_OFFERED = frozenset(
     {"BasicTransform", "DualTransform", "ImageOnlyTransform", "NoOp", "Lambda", "Transform3D"}
     | {"BaseCompose", "Compose", "ReplayCompose"}
 )
-
-
-# ------------------------------------------------------------------------------------- reading
 
 
 def photo_size(path: str | Path) -> tuple[int, int]:
@@ -88,7 +85,6 @@ def read_photo(path: str | Path) -> np.ndarray:
             odd = image.format == "TIFF" and (orientation != 1 or image.mode in ("I", "F"))
             if image.format in _CV2_FORMATS and not odd:
                 cv2.setNumThreads(1)
-                cv2.setLogLevel(0)  # PhotoError tells it
                 flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
                 photo = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
                 if photo is not None and photo.dtype in (np.uint8, np.uint16):
@@ -101,9 +97,7 @@ def read_photo(path: str | Path) -> np.ndarray:
 def _read_with_pil(path: str | Path, image: Image.Image) -> np.ndarray:
     """Decode what cv2 does not. Where PIL rotated already, ``exif_transpose`` does nothing."""
     if image.mode in ("I", "F"):
-        raise PhotoError(
-            path, f"32-bit pixels (mode {image.mode}) are not supported, save it as 8-bit"
-        )
+        raise PhotoError(path, f"32-bit pixels (mode {image.mode}) are not read, save it as 8-bit")
     upright = ImageOps.exif_transpose(image)
     if upright.mode.startswith("I;16"):
         gray = _to_8_bits(np.asarray(upright).astype(np.uint16))
@@ -114,7 +108,7 @@ def _read_with_pil(path: str | Path, image: Image.Image) -> np.ndarray:
 def _open(path: str | Path, file: IO[bytes]) -> Image.Image:
     """Header of a photo, by PIL's plugins.
 
-    Not by ``Image.open``: Ultralytics replaces it with one that installs packages for a damaged file.
+    Not by ``Image.open``: Ultralytics replaces it by one that installs packages for a bad file.
     """
     Image.init()
     start = file.read(16)
@@ -175,14 +169,11 @@ def _to_8_bits(pixels: np.ndarray) -> np.ndarray:
 
 def write_photo(path: str | Path, photo: np.ndarray, *, quality: int = 95) -> None:
     """Write uint8 [h, w, 3] RGB in the format of the suffix (.jpg, .png, ...)."""
-    done, data = cv2.imencode(
-        Path(path).suffix, photo[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, quality]
-    )
+    suffix = Path(path).suffix
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality] if suffix == ".jpg" else []
+    done, data = cv2.imencode(suffix, photo[:, :, ::-1], options)
     assert done, f"cv2 has no encoder for {path}"
     Path(path).write_bytes(data.tobytes())
-
-
-# ------------------------------------------------------------------------------------ resizing
 
 
 def resized_size(
@@ -211,9 +202,8 @@ def resize_photo(photo: np.ndarray, imgsz: int) -> np.ndarray:
 def letterbox(photo: np.ndarray, imgsz: int) -> tuple[np.ndarray, tuple[int, int]]:
     """Resize a photo and centre it on gray.
 
-    Returns uint8 [imgsz, imgsz, 3] and the (x, y) px of the photo's top-left corner.
-
-    An odd rest puts the larger half right and below, as Ultralytics' LetterBox does.
+    Returns uint8 [imgsz, imgsz, 3] and the (x, y) px of the photo's top-left corner. An odd rest
+    puts the larger half right and below, as Ultralytics' LetterBox does.
     """
     resized = resize_photo(photo, imgsz)
     height, width = resized.shape[:2]
@@ -221,9 +211,6 @@ def letterbox(photo: np.ndarray, imgsz: int) -> tuple[np.ndarray, tuple[int, int
     square = np.full((imgsz, imgsz, 3), PAD_VALUE, np.uint8)
     square[top : top + height, left : left + width] = resized
     return square, (left, top)
-
-
-# ------------------------------------------------------------------------------ albumentations
 
 
 @dataclass
@@ -325,9 +312,8 @@ def _build_step(step: Mapping[str, Any]) -> Any:
     arguments = dict(step)
     name = arguments.pop("transform", None)
     if name not in known:
-        raise UserError(
-            f"augment.albumentations: no transform {name!r}{_did_you_mean(str(name), known)}"
-        )
+        hint = _did_you_mean(str(name), known)
+        raise UserError(f"augment.albumentations: no transform {name!r}{hint}")
     allowed = [key for key in inspect.signature(known[name].__init__).parameters if key != "self"]
     for key in arguments:
         if key not in allowed:
@@ -349,9 +335,7 @@ def _build_step(step: Mapping[str, Any]) -> Any:
 def _did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     lower = {name.lower(): name for name in known}
     close = difflib.get_close_matches(word.lower(), lower, n=1)
-    return (
-        f"; did you mean {lower[close[0]]!r}?" if close else "; see the list at albumentations.ai"
-    )
+    return f"; did you mean {lower[close[0]]!r}?" if close else "; see albumentations.ai/docs"
 
 
 def _reason(error: Exception) -> str:
@@ -363,10 +347,7 @@ def _reason(error: Exception) -> str:
 
 
 def _apply(
-    transforms: list[Any],
-    photo: np.ndarray,
-    labels: tuple[np.ndarray, np.ndarray] | None,
-    seed: int,
+    transforms: list[Any], photo: np.ndarray, labels: tuple[np.ndarray, ...] | None, seed: int
 ) -> dict[str, Any]:
     """Run transforms in order on one photo, and on its boxes when there are labels."""
     library = _albumentations()

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import ray
 import ray.train
+from ray.exceptions import OutOfMemoryError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -22,7 +24,7 @@ from yolo_ray.augment.images import build_transform
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
 from yolo_ray.cluster.worker import FAILURE_FILE, Job, evaluate_worker, train_worker
 from yolo_ray.config.load import dump
-from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import StopRequested, UserError
@@ -32,6 +34,8 @@ from yolo_ray.train.events import EventLog
 from yolo_ray.train.loop import SUMMARY_FILE
 from yolo_ray.train.report import NullTracker, Tracker
 
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+Config = TypeVar("Config", bound=TrainConfig)
 STOP_GRACE_S = 120.0
 
 
@@ -48,7 +52,7 @@ class Observer(Protocol):
         """Show the run's progress inside the context."""
         ...
 
-    def finish(self, tracker: Tracker, folder: Path, status: str, reason: str | None) -> None:
+    def finish(self, tracker: Any, folder: Path, status: Status, reason: str | None) -> None:
         """Draw the last pictures and end the tracking run as FINISHED, FAILED or KILLED."""
         ...
 
@@ -103,11 +107,20 @@ def _loaded_sentence(config: TrainConfig, loaded: tuple[int, int]) -> str:
     return f"{loaded[0]} of {loaded[1]} tensors loaded from {config.model}; the rest start from scratch"
 
 
-def evaluate(config: TrainConfig, weights: str) -> dict[str, float]:
-    """The metrics of a weights file on the data's validation split."""
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """The metrics of ``config.weights`` on the data's validation photos.
+
+    Raises:
+        UserError: no such weights, other classes than the data's, or anything else wrong with the input.
+    """
+    if config.weights is None:
+        raise UserError("no weights given: pass weights=runs/NAME/weights/best.pt")
+    weights = str(Path(config.weights).expanduser().resolve())
+    detector = load_detector(weights)
+    if detector.trained_imgsz and not config.is_given("imgsz"):
+        config = config.override({"imgsz": detector.trained_imgsz})
     config = absolute_paths(config)
     val = load_records(_data_path(config), "val", max_bad=config.data.max_bad)
-    detector = load_detector(weights)
     if tuple(detector.names) != val.names:
         raise UserError(
             f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "
@@ -115,17 +128,18 @@ def evaluate(config: TrainConfig, weights: str) -> dict[str, float]:
         )
     connect(config.cluster.address)
     placement = place(config.cluster, batch=max(config.batch, config.cluster.workers))
-    folder = open_folder(config.override({"name": "evaluate"}))
     optim = resolve_optim(config.optim, frozenset(), total_steps=1, num_classes=len(val.names))
-    job = Job(
-        config=config, folder=folder, placement=placement, optim=optim, tracker=NullTracker(),
-        plan=ray.put(None), val=ray.put(val), names=val.names, data_digest=val.digest,
-        weights=str(Path(weights).resolve()),
-    )  # fmt: skip
-    return _run_workers(job, evaluate_worker, 0)
+    with tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder:
+        job = Job(
+            config=config, folder=Path(folder), placement=placement, optim=optim, tracker=NullTracker(),
+            plan=ray.put(None), val=ray.put(val), names=val.names, data_digest=val.digest, weights=weights,
+        )  # fmt: skip
+        metrics = _run_workers(job, evaluate_worker, 0)
+    named = {name.removeprefix("val/"): value for name, value in metrics.items()}
+    return {"weights": weights, "imgsz": config.imgsz, "photos": len(val), **named}
 
 
-def absolute_paths(config: TrainConfig) -> TrainConfig:
+def absolute_paths(config: Config) -> Config:
     """Workers run in other folders, on other nodes: every path they get is absolute."""
     project = Path(config.project).expanduser()
     if not project.is_absolute() and _inside_job():
@@ -225,7 +239,7 @@ def _run_workers(job: Job, entry: Callable[[dict[str, Any]], None], max_failures
         result = trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise _explained(job, error) from error
-    except ray.exceptions.OutOfMemoryError as error:
+    except OutOfMemoryError as error:
         raise RuntimeError(f"a worker was killed for memory: lower batch or imgsz; {_logs(job)}") from error
     failure = job.folder / FAILURE_FILE
     if failure.exists():
@@ -252,7 +266,8 @@ def _logs(job: Job) -> str:
 @contextmanager
 def _ended_properly(observer: Observer, tracker: Tracker, folder: Path) -> Iterator[None]:
     """However the run ends, its tracking run ends with it."""
-    status, reason = "FAILED", None
+    status: Status = "FAILED"
+    reason = None
     try:
         yield
         status = "FINISHED"

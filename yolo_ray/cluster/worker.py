@@ -140,7 +140,7 @@ def _train(job: Job, here: Here) -> None:
     plan: Plan = ray.get(job.plan)
     detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(here.device)
     detector.train()
-    if here.workers > 1 and config.cluster.sync_bn:
+    if config.cluster.sync_bn:  # with one worker too: its gradient is then that of any number
         synchronise(detector.net, here.reduce)
     step = build_step(job, detector, here)
     events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
@@ -150,6 +150,7 @@ def _train(job: Job, here: Here) -> None:
         epochs=config.epochs, steps_per_epoch=plan.steps_per_epoch, batch=config.batch,
     )  # fmt: skip
     tracker = job.tracker if here.rank == 0 else NullTracker()
+    tracker.warn = lambda text: events.write("warning", text=text)
     val: Records = ray.get(job.val)
     run = Run(
         config=config, folder=job.folder, detector=detector, step=step, schedule=schedule,

@@ -272,3 +272,9 @@ class TrainConfig(Section):
             else json.dumps(value)
             for name, value in values_of(self).items()
         }
+
+
+class EvaluateConfig(TrainConfig):
+    """What one evaluation depends on: the weights, the data and the protocol."""
+
+    weights: str | None = Field(default=None, description="the .pt file to evaluate")

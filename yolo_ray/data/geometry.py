@@ -52,6 +52,7 @@ def lay_out(
 
     Quadrants are numbered top-left, top-right, bottom-left, bottom-right. The pad of a centred
     photo is rounded as in Ultralytics' letterbox: an odd pixel goes to the right and the bottom.
+    (Ultralytics' training without mosaic centres the photo by its affine, half a pixel off then.)
     """
     corner_is_end_42 = np.array([[1, 1], [0, 1], [1, 0], [0, 0]])
     mosaic_origins_B42 = centre_B2[:, None] - extents_B42 * corner_is_end_42
@@ -134,38 +135,48 @@ def transform_boxes(
         boxes [m,4] float32 xyxy px inside the output, and the indices [m] of the survivors.
     """
     slots_n = rows_n >> 2
-    extents_n2 = layout.extents.reshape(-1, 2)[rows_n]
-    origins_n2 = layout.origins.reshape(-1, 2)[rows_n]
-    canvas_n4 = fractions_n4 * np.tile(extents_n2, 2) + np.tile(origins_n2, 2)
-    limit_n1 = np.where(layout.mosaic, layout.canvas, np.inf)[slots_n, None]
-    floor_n1 = np.where(layout.mosaic, 0.0, -np.inf)[slots_n, None]
-    canvas_n4 = np.clip(canvas_n4, floor_n1, limit_n1)
-    before_n2 = canvas_n4[:, 2:] - canvas_n4[:, :2]
-
-    linear_n22 = affine.forward[slots_n, :, :2]
-    from_low_n22 = linear_n22 * canvas_n4[:, None, :2]
-    from_high_n22 = linear_n22 * canvas_n4[:, None, 2:]
-    shift_n2 = affine.forward[slots_n, :, 2]
-    low_n2 = np.minimum(from_low_n22, from_high_n22).sum(axis=2) + shift_n2
-    high_n2 = np.maximum(from_low_n22, from_high_n22).sum(axis=2) + shift_n2
-    low_n2, high_n2 = np.clip(low_n2, 0.0, imgsz), np.clip(high_n2, 0.0, imgsz)
-
-    alive_n = _survives(before_n2 * affine.scale[slots_n, None], high_n2 - low_n2)
-    kept_m = np.flatnonzero(alive_n & (before_n2 > 0).all(axis=1))
-    low_m2, high_m2, flips_m2 = low_n2[kept_m], high_n2[kept_m], affine.flips[slots_n[kept_m]]
-    boxes_m4 = np.concatenate(
-        [np.where(flips_m2, imgsz - high_m2, low_m2), np.where(flips_m2, imgsz - low_m2, high_m2)],
-        axis=1,
-    )
-    return boxes_m4.astype(np.float32), kept_m
+    scale_n = affine.scale[slots_n]
+    before, low, high = [], [], []  # of x and of y; whole columns, numpy is slow on short rows
+    canvas_x = _on_canvas(fractions_n4, rows_n, layout, 0)
+    canvas_y = _on_canvas(fractions_n4, rows_n, layout, 1)
+    for axis, (start_n, stop_n) in enumerate((canvas_x, canvas_y)):
+        by_x_n, by_y_n, shift_n = affine.forward[:, axis].T[:, slots_n]
+        ends_x, ends_y = [by_x_n * x for x in canvas_x], [by_y_n * y for y in canvas_y]
+        low.append(np.clip(np.minimum(*ends_x) + np.minimum(*ends_y) + shift_n, 0.0, imgsz))
+        high.append(np.clip(np.maximum(*ends_x) + np.maximum(*ends_y) + shift_n, 0.0, imgsz))
+        before.append((stop_n - start_n) * scale_n)
+    alive_n = _survives(before[0], before[1], high[0] - low[0], high[1] - low[1])
+    kept_m = np.flatnonzero(alive_n)
+    boxes_m4 = np.empty((len(kept_m), 4), np.float32)
+    for axis in (0, 1):
+        low_m, high_m = low[axis][kept_m], high[axis][kept_m]
+        flip_m = affine.flips[slots_n[kept_m], axis]
+        boxes_m4[:, axis] = np.where(flip_m, imgsz - high_m, low_m)
+        boxes_m4[:, axis + 2] = np.where(flip_m, imgsz - low_m, high_m)
+    return boxes_m4, kept_m
 
 
-def _survives(before_n2: np.ndarray, after_n2: np.ndarray) -> np.ndarray:
-    tiny = 1e-16
-    area_left_n = after_n2.prod(axis=1) / (before_n2.prod(axis=1) + tiny)
-    aspect_n = after_n2.max(axis=1) / (after_n2.min(axis=1) + tiny)
+def _on_canvas(
+    fractions_n4: np.ndarray, rows_n: np.ndarray, layout: Layout, axis: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Start and stop [n] of the boxes on one axis of the canvas, clipped to it under a mosaic."""
+    extent_n = layout.extents[..., axis].reshape(-1)[rows_n]
+    origin_n = layout.origins[..., axis].reshape(-1)[rows_n]
+    floor_n = np.where(layout.mosaic, 0.0, -np.inf)[rows_n >> 2]
+    limit_n = np.where(layout.mosaic, layout.canvas, np.inf)[rows_n >> 2]
+    start_n = np.clip(fractions_n4[:, axis] * extent_n + origin_n, floor_n, limit_n)
+    stop_n = np.clip(fractions_n4[:, axis + 2] * extent_n + origin_n, floor_n, limit_n)
+    return start_n, stop_n
+
+
+def _survives(
+    before_w_n: np.ndarray, before_h_n: np.ndarray, w_n: np.ndarray, h_n: np.ndarray
+) -> np.ndarray:
+    shorter_n, longer_n = np.minimum(w_n, h_n), np.maximum(w_n, h_n)
+    before_n = before_w_n * before_h_n
     return (
-        (after_n2 > MIN_SIDE_PX).all(axis=1)
-        & (area_left_n > MIN_AREA_LEFT)
-        & (aspect_n < MAX_ASPECT)
+        (before_n > 0)
+        & (shorter_n > MIN_SIDE_PX)
+        & (w_n * h_n > MIN_AREA_LEFT * before_n)
+        & (longer_n < MAX_ASPECT * shorter_n)
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -24,6 +24,8 @@ from yolo_ray.data.records import Records
 # A dataset's blocks are all listed when it starts: bounded chunks keep that short for any length of run.
 CHUNK_STEPS = 1024
 PREFETCH_STEPS = 3
+
+Columns = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def train_photos(
         batches = dataset.iter_batches(
             batch_size=rows_per_step, batch_format="numpy", prefetch_batches=PREFETCH_STEPS
         )
-        for step, columns in enumerate(batches, start):
+        for step, columns in enumerate(cast(Iterator[Columns], batches), start):
             assert (columns["step"] == step).all() and (columns["slot"] == slots).all(), "rows out of order"
             kept = {}
             if "boxes" in columns:
@@ -163,5 +165,6 @@ def eval_photos(
         return
     rows = -(-len(ids) // batch) * batch
     dataset = start_dataset(rows, batch, limits, _EvalTask(records_handle, ids, imgsz))
-    for columns in dataset.iter_batches(batch_size=batch, batch_format="numpy", prefetch_batches=1):
+    batches = dataset.iter_batches(batch_size=batch, batch_format="numpy", prefetch_batches=1)
+    for columns in cast(Iterator[Columns], batches):
         yield columns["id"], columns["photo"]

@@ -185,7 +185,8 @@ class Plan:
         )
 
     def _generator(self, stream: int, number: int) -> np.random.Generator:
-        entropy = np.random.SeedSequence([self._seed, stream, number % 2**64])  # numbers may be < 0
+        folded = int(number) % 2**64  # numbers may be negative, entropy may not
+        entropy = np.random.SeedSequence([self._seed, stream, folded])
         return np.random.Generator(np.random.Philox(entropy))
 
     def _order(self, epoch: int) -> np.ndarray:

@@ -71,12 +71,10 @@ def detect_one_to_one(
     return detections
 
 
-def _candidates(
-    boxes_A4: Tensor, scores_AC: Tensor, conf: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _candidates(boxes_A4: Tensor, scores_AC: Tensor, conf: float) -> tuple[Tensor, Tensor, Tensor]:
     """Finite boxes [n,4], scores [n] and classes [n] of all pairs above ``conf``, by anchor."""
     finite_A1 = boxes_A4.isfinite().all(dim=1, keepdim=True)
-    anchors, classes = torch.where((scores_AC > 0) & finite_A1)
+    anchors, classes = torch.where((scores_AC > conf) & finite_A1)
     return boxes_A4[anchors], scores_AC[anchors, classes], classes
 
 

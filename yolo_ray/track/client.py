@@ -108,7 +108,9 @@ def usable(uri: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, OSError) as error:
-        raise UserError(f"mlflow.uri={uri} cannot be used ({short(error)}): {REMEDY}") from error
+        dead = "Max retries exceeded" in str(error)  # else a page of the HTTP library's insides
+        reason = "it does not answer" if dead else short(error)
+        raise UserError(f"mlflow.uri={uri} cannot be used ({reason}): {REMEDY}") from error
 
 
 def find_experiment(client: MlflowClient, uri: str, name: str, project: Path) -> str:

@@ -7,6 +7,7 @@ tensor NAME: the layout of the flat buffers may change between versions without 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from yolo_ray.step.flat import FlatModel, View
 from yolo_ray.step.train_step import TrainStep
 
 VERSION = 1
+# What torch.load raises for a torn or foreign file.
+UNREADABLE = (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError)
 _NAME = re.compile(r"step_(\d+)\.pt$")
 
 
@@ -144,7 +147,7 @@ def load_newest(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     for path in reversed(list_checkpoints(folder)):
         try:
             return torch.load(path, map_location="cpu", weights_only=True), damaged
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
             damaged.append(f"{path} cannot be read ({reason}); going back to an older checkpoint")
     return None, damaged

@@ -65,10 +65,14 @@ def letterbox_geometry(height: int, width: int, imgsz: int) -> tuple[np.ndarray,
 
 
 def to_original(boxes: np.ndarray, height: int, width: int, imgsz: int) -> np.ndarray:
-    """Boxes [k,4] xyxy px of the letterboxed square as float32 px of the photo, clipped to it."""
+    """Boxes [k,4] xyxy px of the letterboxed square as float32 px of the photo, NOT clipped to it.
+
+    Ultralytics' validation judges unclipped boxes. Clipping first raised mAP50-95 by 0.024 on
+    photos with many objects at the edge, so numbers would no longer compare.
+    """
     scale, padding = letterbox_geometry(height, width, imgsz)
     original = (boxes.astype(np.float64) - np.tile(padding, 2)) / np.tile(scale, 2)
-    return np.clip(original, 0, np.array([width, height, width, height])).astype(np.float32)
+    return original.astype(np.float32)
 
 
 def evaluate(
@@ -97,7 +101,7 @@ def evaluate(
     assert np.array_equal(judged, np.arange(len(records))), "every photo is evaluated exactly once"
     detections = join_detections([part[1] for part in parts])
     result = evaluate_detections(records, detections, records.names, options.max_det)
-    samples = [_sample(detections, i) for i in range(min(SAMPLES, len(records)))]
+    samples = [_sample(detections, records, i) for i in range(min(SAMPLES, len(records)))]
     return replace(result, nms=options.nms, samples=samples)
 
 
@@ -176,7 +180,9 @@ def _evaluating(net: nn.Module) -> Iterator[None]:
             module.training = was_training
 
 
-def _sample(detections: Detections, image_id: int) -> Sample:
+def _sample(detections: Detections, records: Records, image_id: int) -> Sample:
+    """The detections of one photo for a picture, clipped to it."""
     low, high = np.searchsorted(detections.image_ids, [image_id, image_id + 1])
     one = detections.take(np.arange(low, high))
-    return image_id, one.boxes, one.scores, one.classes
+    edges = np.tile(records.sizes[image_id, ::-1], 2).astype(np.float32)
+    return image_id, np.clip(one.boxes, 0, edges), one.scores, one.classes

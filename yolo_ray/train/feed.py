@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -42,7 +42,7 @@ class Feed:
         self.wait_s = 0.0
         self.ids = np.empty(0, dtype=np.int64)
 
-    def batches(self, first_step: int) -> Iterator[tuple[int, Batch]]:
+    def batches(self, first_step: int) -> Generator[tuple[int, Batch]]:
         """``(step, batch)`` from ``first_step`` to the end; the photos of the mosaic's window come first."""
         steps = range(first_step - (self.plan.window - 1), self.plan.total_steps)
         kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}

@@ -21,7 +21,7 @@ from yolo_ray.step.reduce import AllReduce
 from yolo_ray.step.schedule import Schedule
 from yolo_ray.step.train_step import TrainStep
 from yolo_ray.train.checkpoint import Progress, capture_state, save_atomically, save_checkpoint
-from yolo_ray.train.events import EventLog
+from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
 from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import Tracker
@@ -49,7 +49,7 @@ class Run:
     reduce: AllReduce
     report: Callable[[dict[str, float]], None]
     tracker: Tracker
-    events: EventLog
+    events: EventLog | NullEventLog
     rank: int
     workers: int
     data_digest: str

@@ -13,7 +13,7 @@ from faster_coco_eval import COCO, COCOeval_faster
 from yolo_ray.data.records import Records
 
 Sample = tuple[int, np.ndarray, np.ndarray, np.ndarray]
-"""(image id, boxes float32 [k,4] xyxy px of the original photo, scores float32 [k], classes int64 [k])."""
+"""Image id, boxes float32 [k,4] xyxy px of the photo, scores float32 [k], classes int64 [k]."""
 
 IOU_50, IOU_75 = 0, 5  # places in COCO's list of thresholds 0.50, 0.55 ... 0.95
 CONFIDENCES = 1000  # points of the precision, recall and F1 curves
@@ -25,7 +25,7 @@ class Detections:
     """Detections of many photos as flat arrays; the rows of one photo are in descending score."""
 
     image_ids: np.ndarray  # [D] int64 record index
-    boxes: np.ndarray  # [D,4] float32 xyxy px of the ORIGINAL photo
+    boxes: np.ndarray  # [D,4] float32 xyxy px of the ORIGINAL photo, may reach over its edge
     scores: np.ndarray  # [D] float32
     classes: np.ndarray  # [D] int64
 
@@ -116,8 +116,8 @@ def evaluate_detections(
     Precision and recall mean what Ultralytics means: IoU 0.5, at the one confidence where the
     mean F1 over classes, smoothed, is highest, averaged over classes. They come from COCO's
     matching (detections by descending score, each takes the free box it overlaps most), while
-    Ultralytics matches the pairs of highest IoU first, before clipping boxes to the photo: in
-    crowds the two may differ in the third digit.
+    Ultralytics matches the pairs of highest IoU first: in crowds the two may differ in the third
+    digit.
 
     The order of ``detections`` does not matter, except among equal scores of one photo.
     """

@@ -1,7 +1,8 @@
-"""What the loop tells the world: a protocol that track/ implements and a null object for other ranks."""
+"""What the loop tells the world: a protocol track/ implements, a null object for other ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -9,21 +10,37 @@ import numpy as np
 
 
 class Tracker(Protocol):
-    """Where metrics, pictures and files go. No method may raise for a tracking failure: training goes on."""
+    """Where metrics, pictures and files go.
 
-    def metrics(self, values: dict[str, float], *, step: int) -> None: ...
+    No method waits for a server, and none raises for a tracking failure: training goes on.
+    """
+
+    warn: Callable[[str], None]
+    """Told once when the tracking server is away."""
+
+    def metrics(self, values: dict[str, float], *, step: int) -> None:
+        """Values at a global step, counted from 1."""
+        ...
 
     def row(self, values: dict[str, float], *, epoch: int) -> None:
-        """One line of results.csv."""
+        """One line of results.csv; the lines of this and later epochs are replaced."""
         ...
 
     def photos(
-        self, name: str, images: np.ndarray, boxes: list[np.ndarray], classes: list[np.ndarray], *, step: int
+        self,
+        name: str,
+        images: np.ndarray,
+        boxes: list[np.ndarray],
+        classes: list[np.ndarray],
+        *,
+        step: int,
     ) -> None:
-        """A grid picture of uint8 [n,S,S,3] images with their xyxy boxes [k,4] and class ids [k]."""
+        """A grid of uint8 [n,S,S,3] images with their xyxy boxes [k,4] px and class ids [k]."""
         ...
 
-    def file(self, path: Path, folder: str) -> None: ...
+    def file(self, path: Path, folder: str) -> None:
+        """A file of the run, to be kept in ``folder`` of the tracking run."""
+        ...
 
     def close(self) -> None:
         """Hand over everything that still waits."""
@@ -33,14 +50,28 @@ class Tracker(Protocol):
 class NullTracker:
     """The tracker of every rank but 0."""
 
-    def metrics(self, values: dict[str, float], *, step: int) -> None: ...
+    def __init__(self) -> None:
+        self.warn: Callable[[str], None] = lambda text: None
 
-    def row(self, values: dict[str, float], *, epoch: int) -> None: ...
+    def metrics(self, values: dict[str, float], *, step: int) -> None:
+        """Do nothing."""
+
+    def row(self, values: dict[str, float], *, epoch: int) -> None:
+        """Do nothing."""
 
     def photos(
-        self, name: str, images: np.ndarray, boxes: list[np.ndarray], classes: list[np.ndarray], *, step: int
-    ) -> None: ...
+        self,
+        name: str,
+        images: np.ndarray,
+        boxes: list[np.ndarray],
+        classes: list[np.ndarray],
+        *,
+        step: int,
+    ) -> None:
+        """Do nothing."""
 
-    def file(self, path: Path, folder: str) -> None: ...
+    def file(self, path: Path, folder: str) -> None:
+        """Do nothing."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Do nothing."""

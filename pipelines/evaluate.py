@@ -1,0 +1,25 @@
+"""Evaluate a weights file on the validation photos of a data set.
+
+    python -m pipelines.evaluate weights=runs/train/weights/best.pt data=path/to/data.yaml
+
+imgsz defaults to what the weights were trained with. The last line of the output is one JSON object.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from yolo_ray.cluster.launch import evaluate
+from yolo_ray.config.load import load
+from yolo_ray.config.schema import EvaluateConfig
+from yolo_ray.entry import run
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    """Parse, evaluate, return what is printed."""
+    return evaluate(load(argv, EvaluateConfig))
+
+
+if __name__ == "__main__":
+    sys.exit(run(main, schema=EvaluateConfig))
