@@ -108,7 +108,6 @@ def test_data_is_relative_to_the_yaml_file_else_to_here(in_tmp: Path) -> None:
         ("device=0", "set cluster.workers and cluster.gpu"),
         ("train.device=0", "set cluster.workers and cluster.gpu"),
         ("augment=true", "test-time augmentation"),
-        ("optimizer=MuSGD", "comes later; use SGD, AdamW or auto"),
         ("optimizer=sgd", "optim.optimizer=sgd is wrong: expected one of auto, SGD, AdamW"),
         ("epochs=1.5", "epochs=1.5 is wrong: expected a whole number >= 1"),
         ("epochs=true", "expected a whole number >= 1"),

@@ -82,7 +82,8 @@ def test_two_uneven_workers_equal_one(tmp_path: Path):
     workers = [context.Process(target=work, args=(r, str(tmp_path))) for r in range(len(PARTS))]
     for worker in workers:
         worker.start()
-    whole = train(make_net(), *make_batch())
+    images, wanted = make_batch()
+    whole = train(make_net().double(), images.double(), wanted.double())  # the exact answer
     for worker in workers:
         worker.join(120)
         assert worker.exitcode == 0

@@ -37,6 +37,18 @@ def augment(batch: Batch) -> Tensor:
     return hsv(images, batch.hsv)
 
 
+def normalised(batch: Batch, dtype: torch.dtype) -> Tensor:
+    """The batch's images as the network wants them: [b,3,S,S] in 0..1.
+
+    On a GPU one kernel does it all, with the same pixels, and the memory is channels last.
+    """
+    if batch.photos.is_cuda:
+        from yolo_ray.augment.fused import fused_images  # Triton comes with torch for GPUs only
+
+        return fused_images(batch, dtype)
+    return (augment(batch) / 255).to(dtype)
+
+
 def compose(
     photos: Tensor,
     picks: Tensor,

@@ -82,13 +82,6 @@ class OptimConfig(Section):
     )
     ema_tau: Positive = Field(default=2000.0, description="updates over which that decay ramps up")
 
-    @field_validator("optimizer")
-    @classmethod
-    def _not_yet(cls, value: str) -> str:
-        if value == "MuSGD":
-            raise ValueError("MuSGD comes later; use SGD, AdamW or auto")
-        return value
-
 
 class LossConfig(Section):
     """Gains of the three loss terms."""

@@ -1,13 +1,18 @@
 """Ray Data as the way photos flow: (step, slot) numbers in, decoded uint8 photos out. The only import of ray.data.
 
-Every worker streams its own slots: a dataset of row numbers, one block a step, whose tasks call the pure plan and
+Every worker streams its own slots: datasets of row numbers, one block a step, whose tasks call the pure plan and
 decode on any node of the cluster. Nothing is split by Ray, so no row is ever dropped or moved to another worker, and a
 restart at step k is a dataset that starts at k.
+
+The stream comes in bounded chunks that are materialised one ahead of the one being used. A single long dataset would
+be simpler, but Ray's executor spins at full speed in the worker's process while the consumer is the slower side
+(measured: a whole core, and the interpreter lock, taken from training).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -15,15 +20,15 @@ from typing import Any, cast
 import numpy as np
 import ray
 import ray.data
+from ray.data.block import BlockAccessor
 
 from yolo_ray.augment.images import Transform, build_transform, letterbox, read_photo, resize_photo
 from yolo_ray.data.batch import KeptBoxes
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records
 
-# A dataset's blocks are all listed when it starts: bounded chunks keep that short for any length of run.
-CHUNK_STEPS = 1024
-PREFETCH_STEPS = 3
+FIRST_CHUNK_STEPS = 12  # small, so that training starts soon; each further chunk is twice as long, up to the budget
+CHUNK_BYTES = 256 * 2**20
 
 Columns = dict[str, np.ndarray]
 
@@ -52,16 +57,43 @@ def _fetch(handle: ray.ObjectRef) -> Any:
     return ray.get(handle)
 
 
-def start_dataset(rows: int, batch: int, limits: StreamLimits, task: Any) -> ray.data.Dataset:
-    """``rows`` numbers in blocks of ``batch``, in order, through ``task`` within the limits."""
+def _blocks(rows: int, batch: int, limits: StreamLimits, task: Any) -> list[ray.ObjectRef]:
+    """``rows`` numbers in blocks of ``batch``, in order, through ``task`` within the limits, all computed."""
     dataset = ray.data.range(rows, override_num_blocks=max(1, rows // batch))
     context = dataset.context
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = ray.data.ExecutionResources(cpu=limits.cpus)
-    return dataset.map_batches(
+    context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=limits.cpus)
+    mapped = dataset.map_batches(
         task, batch_size=batch, num_cpus=limits.task_cpus, zero_copy_batch=True, udf_modifying_row_count=False
     )
+    return mapped.materialize().get_internal_block_refs()
+
+
+def _batches(blocks: list[ray.ObjectRef], batch: int) -> Iterator[Columns]:
+    """Columns of ``batch`` rows; Ray may have split a large block in two."""
+    waiting: list[Columns] = []
+    for place in range(len(blocks)):
+        waiting.append(cast(Columns, BlockAccessor.for_block(ray.get(blocks[place])).to_numpy()))
+        blocks[place] = None  # type: ignore[call-overload]  (the store may free it)
+        if sum(len(part["id"]) for part in waiting) == batch:
+            yield waiting[0] if len(waiting) == 1 else _joined(waiting)
+            waiting = []
+    assert not waiting, "blocks do not add up to whole batches"
+
+
+def _joined(parts: list[Columns]) -> Columns:
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _chunks(steps: range, step_bytes: int) -> Iterator[range]:
+    """Runs of ``steps``: short first, then as long as the budget of bytes allows."""
+    longest = max(FIRST_CHUNK_STEPS, CHUNK_BYTES // step_bytes)
+    start, length = steps.start, FIRST_CHUNK_STEPS
+    while start < steps.stop:
+        stop = min(start + length, steps.stop)
+        yield range(start, stop)
+        start, length = stop, min(length * 2, longest)
 
 
 class _TrainTask:
@@ -121,23 +153,34 @@ def train_photos(
     limits: StreamLimits,
 ) -> Iterator[StepPhotos]:
     """The worker's photos of ``steps`` (negative ones are the mosaic's forerunners), in order."""
-    rows_per_step = len(slots)
-    for start in range(steps.start, steps.stop, CHUNK_STEPS):
-        count = min(CHUNK_STEPS, steps.stop - start)
-        task = _TrainTask(plan_handle, slots, start, albumentations)
-        dataset = start_dataset(count * rows_per_step, rows_per_step, limits, task)
-        batches = dataset.iter_batches(
-            batch_size=rows_per_step, batch_format="numpy", prefetch_batches=PREFETCH_STEPS
-        )
-        for step, columns in enumerate(cast(Iterator[Columns], batches), start):
-            assert (columns["step"] == step).all() and (columns["slot"] == slots).all(), "rows out of order"
-            kept = {}
-            if "boxes" in columns:
-                kept = {
-                    (step, slot): (rows[:, :4], rows[:, 4].astype(np.int64))
-                    for slot, rows in zip(slots, columns["boxes"], strict=True)
-                }
-            yield StepPhotos(step, columns["id"], columns["photo"], kept)
+    plan: Plan = ray.get(plan_handle)
+    per_step = len(slots)
+
+    def decode(chunk: range) -> list[ray.ObjectRef]:
+        task = _TrainTask(plan_handle, slots, chunk.start, albumentations)
+        return _blocks(len(chunk) * per_step, per_step, limits, task)
+
+    chunks = _chunks(steps, per_step * 3 * plan.imgsz**2)
+    with ThreadPoolExecutor(1, thread_name_prefix="chunk") as pool:
+        chunk = next(chunks)
+        ahead = pool.submit(decode, chunk)
+        while chunk is not None:
+            blocks, now, chunk = ahead.result(), chunk, next(chunks, None)
+            if chunk is not None:
+                ahead = pool.submit(decode, chunk)
+            for step, columns in zip(now, _batches(blocks, per_step), strict=True):
+                yield _step_photos(step, slots, columns)
+
+
+def _step_photos(step: int, slots: range, columns: Columns) -> StepPhotos:
+    assert (columns["step"] == step).all() and (columns["slot"] == slots).all(), "rows out of order"
+    kept = {}
+    if "boxes" in columns:
+        kept = {
+            (step, slot): (rows[:, :4], rows[:, 4].astype(np.int64))
+            for slot, rows in zip(slots, columns["boxes"], strict=True)
+        }
+    return StepPhotos(step, columns["id"], columns["photo"], kept)
 
 
 class _EvalTask:
@@ -164,7 +207,9 @@ def eval_photos(
     if len(ids) == 0:
         return
     rows = -(-len(ids) // batch) * batch
-    dataset = start_dataset(rows, batch, limits, _EvalTask(records_handle, ids, imgsz))
-    batches = dataset.iter_batches(batch_size=batch, batch_format="numpy", prefetch_batches=1)
-    for columns in cast(Iterator[Columns], batches):
-        yield columns["id"], columns["photo"]
+    per_chunk = max(1, CHUNK_BYTES // (batch * 3 * imgsz**2)) * batch
+    for start in range(0, rows, per_chunk):
+        count = min(per_chunk, rows - start)
+        task = _EvalTask(records_handle, ids[start : start + count], imgsz)
+        for columns in _batches(_blocks(count, batch, limits, task), batch):
+            yield columns["id"], columns["photo"]

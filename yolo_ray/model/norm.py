@@ -82,17 +82,20 @@ class SyncedBatchNorm2d(nn.BatchNorm2d):
         return result
 
 
+Sums = tuple[Tensor, Tensor, Tensor]  # of dy, of dy * (x - mean), of rows: over all workers
+
+
 class _Kernels(NamedTuple):
     """The four passes over the activations; x and dy are [B,C,H,W], the rest [C]."""
 
-    statistics: Callable[[Tensor, float], tuple[Tensor, Tensor]]
-    """(x, eps) -> mean and biased variance of this worker's rows."""
+    moments: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    """(x, shift, eps) -> sums of (x - shift) and of its square over this worker's rows."""
     normalise: Callable[..., Tensor]
     """(x, weight, bias, mean, inverse, eps) -> result, in x's dtype."""
     gradient_sums: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     """(dy, x, mean, inverse, weight) -> sum dy, sum dy * (x - mean), dweight, dbias."""
     gradient: Callable[..., Tensor]
-    """(dy, x, mean, inverse, weight, sum_dy, sum_dy_xmu, count) -> dx."""
+    """(dy, x, mean, inverse, weight, (sum_dy, sum_dy_xmu, count)) -> dx."""
 
 
 class _Normalise(Function):
@@ -105,13 +108,11 @@ class _Normalise(Function):
         eps, reduce = how
         kernels = _KERNELS[x.device.type]
         x = _packed(x)
-        local_mean, local_variance = kernels.statistics(x, eps)
         # Sums about the running mean, which all workers share: squares about zero would cancel
         # where the mean is large against the spread.
-        local_count = torch.full_like(local_mean[:1], x.numel() // x.shape[1])
-        offset = local_mean - shift.to(local_mean.dtype)
-        squares = local_variance + offset.square()
-        sums = torch.cat((local_count * offset, local_count * squares, local_count))
+        local_first, local_second = kernels.moments(x, shift, eps)
+        local_count = torch.full_like(local_first[:1], x.numel() // x.shape[1])
+        sums = torch.cat((local_first, local_second, local_count))
         reduce(sums)
         first, second, count = sums.split((x.shape[1], x.shape[1], 1))
         offset = first / count
@@ -136,7 +137,7 @@ class _Normalise(Function):
         sums = torch.cat((sum_dy, sum_dy_xmu))
         ctx.reduce(sums)
         sum_dy, sum_dy_xmu = sums.chunk(2)
-        dx = kernels.gradient(dy, x, mean, inverse, weight, sum_dy, sum_dy_xmu, count)
+        dx = kernels.gradient(dy, x, mean, inverse, weight, (sum_dy, sum_dy_xmu, count))
         return dx, dweight, dbias, None, None
 
 
@@ -149,16 +150,13 @@ def _plane(values_C: Tensor) -> Tensor:
     return values_C[:, None, None]
 
 
-def _cpu_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    # Sums in float64: the result then hardly depends on how the rows are split over workers, and a
-    # difference of one float32 bit here grows a hundredfold through a network's backward pass.
-    # It is also several times faster than torch.var_mean, whose one-pass form is not vectorised.
-    x = _wide(x)
-    mean = _sum(x) / (x.numel() // x.shape[1])
-    centred = x - _plane(mean.to(x.dtype))
-    rounding = mean - mean.to(x.dtype)
-    variance = _sum(centred.square_()) / (x.numel() // x.shape[1]) - rounding.square()
-    return mean, variance
+def _cpu_moments(x: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    # Every float32 operation here is on one element or one photo, and what adds photos up is
+    # float64: so the result does not depend on how the photos are split over workers. One float32
+    # bit of difference would grow a thousandfold on its way through the network.
+    centred = _wide(x) - _plane(shift.to(_wide(x).dtype))
+    first = _over_photos(centred.sum((2, 3)))
+    return first, _over_photos(centred.square_().sum((2, 3)))
 
 
 def _cpu_normalise(
@@ -173,21 +171,16 @@ def _cpu_gradient_sums(
     dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide_dy = _wide(dy)
-    sum_dy = _sum(wide_dy)
-    sum_dy_xmu = _sum((_wide(x) - _plane(mean.to(wide_dy.dtype))).mul_(wide_dy))
+    sum_dy = _over_photos(wide_dy.sum((2, 3)))
+    centred = _wide(x) - _plane(mean.to(wide_dy.dtype))
+    sum_dy_xmu = _over_photos(centred.mul_(wide_dy).sum((2, 3)))
     return sum_dy, sum_dy_xmu, (sum_dy_xmu * inverse).to(weight.dtype), sum_dy.to(weight.dtype)
 
 
-def _cpu_gradient(  # noqa: PLR0913 (the signature of torch's own kernel)
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
+def _cpu_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, sums: Sums
 ) -> Tensor:
+    sum_dy, sum_dy_xmu, count = sums
     slope = inverse.square() * sum_dy_xmu / count
     dtype = _wide(x).dtype
     mean, slope, offset, scale = (
@@ -197,14 +190,16 @@ def _cpu_gradient(  # noqa: PLR0913 (the signature of torch's own kernel)
     return dx.to(x.dtype)
 
 
-def _sum(x: Tensor) -> Tensor:
-    """Over all but the channels, in float64."""
-    return x.sum((0, 2, 3), dtype=torch.float64)
+def _over_photos(sums_BC: Tensor) -> Tensor:
+    return sums_BC.sum(0, dtype=torch.float64)
 
 
-def _cuda_statistics(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _cuda_moments(x: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     mean, inverse = torch.batch_norm_stats(x, eps)
-    return mean, (inverse.square().reciprocal() - eps).clamp(min=0)
+    count = x.numel() // x.shape[1]
+    offset = mean - shift
+    variance = (inverse.square().reciprocal() - eps).clamp(min=0)
+    return offset * count, (variance + offset.square()) * count
 
 
 def _cuda_gradient_sums(
@@ -213,16 +208,10 @@ def _cuda_gradient_sums(
     return torch.batch_norm_backward_reduce(dy, x, mean, inverse, weight, True, True, True)
 
 
-def _cuda_gradient(  # noqa: PLR0913 (the signature of torch's own kernel)
-    dy: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    sum_dy: Tensor,
-    sum_dy_xmu: Tensor,
-    count: Tensor,
+def _cuda_gradient(
+    dy: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, sums: Sums
 ) -> Tensor:
+    sum_dy, sum_dy_xmu, count = sums
     return torch.batch_norm_backward_elemt(
         dy, x, mean, inverse, weight, sum_dy, sum_dy_xmu, count.to(torch.int32)
     )
@@ -234,6 +223,6 @@ def _wide(x: Tensor) -> Tensor:
 
 
 _KERNELS = {
-    "cpu": _Kernels(_cpu_statistics, _cpu_normalise, _cpu_gradient_sums, _cpu_gradient),
-    "cuda": _Kernels(_cuda_statistics, torch.batch_norm_elemt, _cuda_gradient_sums, _cuda_gradient),
+    "cpu": _Kernels(_cpu_moments, _cpu_normalise, _cpu_gradient_sums, _cpu_gradient),
+    "cuda": _Kernels(_cuda_moments, torch.batch_norm_elemt, _cuda_gradient_sums, _cuda_gradient),
 }

@@ -18,6 +18,7 @@ from yolo_ray.model.build import Detector
 
 # 256 bytes: cuDNN and vectorised kernels want aligned pointers, and zero padding costs next to nothing.
 ALIGN = 64
+TAIL = 16  # room behind the gradient for a step's score sums, losses and stop request
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class View:
-    """Where one named tensor lives in its flat buffer."""
+    """Where one named tensor lives in its flat buffer; ``channels_last``: a filter stored [n,h,w,c]."""
 
     name: str
     start: int
     shape: torch.Size
+    channels_last: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,7 +53,11 @@ class View:
 
     def of(self, flat: Tensor) -> Tensor:
         """The tensor as a view of ``flat``."""
-        return flat[self.start : self.start + self.numel].view(self.shape)
+        run = flat[self.start : self.start + self.numel]
+        if not self.channels_last:
+            return run.view(self.shape)
+        filters, channels, height, width = self.shape
+        return run.view(filters, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _kind(module: nn.Module, name: str, parameter: Tensor, muon: bool) -> str:
@@ -90,32 +96,43 @@ class FlatModel:
     Attributes:
         state: float32 [P+Q]: trained parameters, then frozen parameters and floating buffers.
         ema: float32 [P+Q], the running average of ``state``.
-        grads: float32 [P], the gradient; each parameter's ``.grad`` is a view of it.
+        wire: float32 [P+TAIL], what the ranks add up: the gradient and the step's own few sums.
+        grads: its first P elements; each parameter's ``.grad`` is a view of them.
         segments: runs of the first P elements with one optimizer rule each.
+        counters: int64 [N], the integer buffers (batch norm counts its batches).
+        parameters: the trained parameters, in the order of ``views``.
     """
 
-    def __init__(self, detector: Detector, *, muon: bool = False) -> None:
+    def __init__(
+        self, detector: Detector, *, muon: bool = False, channels_last: bool = False
+    ) -> None:
+        """Take over the detector's tensors; ``channels_last``: filters lie as the GPU likes them."""
         self.views: list[View] = []
         self.segments: list[Segment] = []
+        self.parameters: list[nn.Parameter] = []
         sources: list[Tensor] = []
         cursor = 0
         for (branch, kind, boost), members in _trained(detector, muon).items():
             start = cursor
             for name, parameter in members:
-                self.views.append(View(name, cursor, parameter.shape))
-                sources.append(parameter)
+                is_filter = channels_last and parameter.ndim == 4
+                self.views.append(View(name, cursor, parameter.shape, is_filter))
+                self.parameters.append(parameter)
                 cursor += -(-parameter.numel() // ALIGN) * ALIGN
             self.segments.append(Segment(start, cursor, branch, kind, boost))
         self.num_trained = cursor
         self.num_views_trained = len(self.views)
+        sources += self.parameters
         for name, tensor in _rest(detector.net):
             self.views.append(View(name, cursor, tensor.shape))
             sources.append(tensor)
             cursor += -(-tensor.numel() // ALIGN) * ALIGN
         device = sources[0].device
         self.state = torch.zeros(cursor, device=device)
-        self.grads = torch.zeros(self.num_trained, device=device)
+        self.wire = torch.zeros(self.num_trained + TAIL, device=device)
+        self.grads = self.wire[: self.num_trained]
         self._adopt(sources)
+        self.counters = _adopt_counters(detector.net, device)
         self.ema = self.state.clone()
 
     def _adopt(self, sources: list[Tensor]) -> None:
@@ -157,3 +174,13 @@ def _rest(net: nn.Module) -> list[tuple[str, Tensor]]:
     persistent = net.state_dict().keys()
     floating = [(n, b) for n, b in net.named_buffers() if b.is_floating_point() and n in persistent]
     return frozen + floating
+
+
+def _adopt_counters(net: nn.Module, device: torch.device) -> Tensor:
+    """The integer buffers as views of one tensor, so that they are saved and put back at once."""
+    buffers = [b for _, b in net.named_buffers() if b.dtype == torch.int64 and b.ndim == 0]
+    counters = torch.zeros(len(buffers), dtype=torch.int64, device=device)
+    for place, buffer in zip(counters.unbind(0), buffers, strict=True):
+        place.copy_(buffer)
+        buffer.data = place
+    return counters

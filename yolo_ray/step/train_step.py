@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from yolo_ray.augment.device import augment
+from yolo_ray.augment.device import normalised
 from yolo_ray.data.batch import Batch
 from yolo_ray.model.build import Detector
 from yolo_ray.model.loss import DetectionLoss
-from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.flat import TAIL, FlatModel
 from yolo_ray.step.optim import OPTIMIZERS, Rates, keep
+from yolo_ray.step.precision import Forward, copy_gradients
 from yolo_ray.step.reduce import AllReduce, reduce_in_buckets
 from yolo_ray.step.schedule import Controls
 
@@ -36,6 +37,8 @@ class StepOptions:
     clip_norm: float
     optimizer: str
     momentum: float
+    precision: str = "fp32"  # as resolve_precision gives it
+    compile: str = "off"  # what torch.compile fuses: nothing or the model
 
 
 class TrainStep:
@@ -55,6 +58,9 @@ class TrainStep:
     ) -> None:
         self.detector, self.flat, self.options, self.reduce = detector, flat, options, reduce
         self.loss = DetectionLoss(detector)
+        self.forward = Forward(
+            detector, flat, precision=options.precision, compile=options.compile != "off"
+        )
         self.optimizer = OPTIMIZERS[options.optimizer](flat, options.momentum)
         self.num_heads = 2 if detector.dual else 1
         device = flat.state.device
@@ -65,15 +71,17 @@ class TrainStep:
         self.gains = torch.tensor(options.gains, device=device)
         # One small tensor holds every value that changes over time; it is written once before a step.
         self.controls = torch.zeros(len(RATES) + self.num_heads, device=device)
-        self._staged = torch.zeros(len(RATES) + self.num_heads, pin_memory=device.type == "cuda")
         tail = self.num_heads * (NUM_TERMS + 1) + 1
-        self._wire = torch.zeros(flat.num_trained + tail, device=device)
+        assert tail <= TAIL
+        self._tail = flat.wire[flat.num_trained : flat.num_trained + tail]
+        self._places = [view.of(flat.grads) for view in flat.views[: flat.num_views_trained]]
 
     def set_controls(self, controls: Controls, head_gains: tuple[float, ...]) -> None:
         """Write the step's rates and head gains to the device, in one copy."""
         values = [*(getattr(controls, name) for name in RATES), *head_gains]
-        self._staged.copy_(torch.tensor(values))
-        self.controls.copy_(self._staged, non_blocking=True)
+        # Fresh pinned memory each time: the copy of an earlier step may still be waiting for its turn.
+        staged = torch.tensor(values, pin_memory=self.controls.is_cuda)
+        self.controls.copy_(staged, non_blocking=True)
 
     def __call__(self, batch: Batch, *, update: bool) -> None:
         """Train on one batch; ``update`` says whether the optimizer acts or gradients go on adding up."""
@@ -87,29 +95,27 @@ class TrainStep:
 
     def _gradients(self, batch: Batch) -> None:
         """Forward, loss and backward of this rank's rows into the flat gradient; then the one all-reduce."""
-        images = augment(batch) / 255
-        heads = self.detector(images)
+        heads = self.forward(normalised(batch, self.forward.dtype))
         sums = self.loss(
             heads, batch.boxes, batch.classes, batch.image_index, batch.valid, imgsz=self.options.imgsz
         )
         head_gains = self.controls[len(RATES) :]
         weighted = (sums.items * self.gains).sum(1) * head_gains * self.options.batch
-        self.flat.grads.zero_()
-        weighted.sum().backward()
-        count = self.flat.num_trained
-        self._wire[:count].copy_(self.flat.grads)
-        self._wire[count:].copy_(torch.cat([sums.scores, sums.items.detach().flatten(), self.stop[None]]))
-        reduce_in_buckets(self._wire, self.reduce)
+        gradients = torch.autograd.grad(
+            weighted.sum(), self.forward.leaves, allow_unused=True, materialize_grads=True
+        )
+        self.flat.wire.zero_()  # the padding too, which a skipped step may have filled with NaN
+        copy_gradients(self._places, gradients)
+        self._tail.copy_(torch.cat([sums.scores, sums.items.detach().flatten(), self.stop[None]]))
+        reduce_in_buckets(self.flat.wire, self.reduce)
 
     def _absorb(self) -> Tensor:
         """Normalise the reduced gradient and add it up; returns whether every number is finite, 0-dim bool."""
-        count, heads = self.flat.num_trained, self.num_heads
-        tail = self._wire[count:]
+        heads, tail, gradient = self.num_heads, self._tail, self.flat.grads
         divisors = tail[:heads].clamp(min=1)
         for branch, part in self.flat.branch_slices().items():
-            self._wire[part] /= divisors[branch]
+            gradient[part] /= divisors[branch]
         items = tail[heads:-1].view(heads, NUM_TERMS) / divisors[:, None] * self.gains
-        gradient = self._wire[:count]
         ok = torch.isfinite(gradient.sum()) & torch.isfinite(items.sum())
         keep(ok, self.pending, self.pending + gradient)
         # Both heads' losses are reported together, weighted as they are trained.

@@ -1,0 +1,122 @@
+"""The forward pass in the wanted precision: float32, or bfloat16 with float32 weights.
+
+Legend: P trained elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from yolo_ray.errors import UserError
+from yolo_ray.model.boxes import HeadOutput
+from yolo_ray.model.build import Detector
+from yolo_ray.step.flat import FlatModel
+
+Heads = tuple[HeadOutput, ...]
+PRECISIONS = ("bf16", "tf32", "fp32")
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """What ``auto`` means: bf16 on a GPU that has it, fp32 elsewhere.
+
+    Raises:
+        UserError: a precision that this device does not have, or fp16.
+    """
+    if precision == "fp16":
+        raise UserError("precision=fp16 comes later: use precision=bf16 or precision=fp32")
+    is_gpu = device.type == "cuda"
+    if precision == "auto":
+        return "bf16" if is_gpu and torch.cuda.is_bf16_supported() else "fp32"
+    if precision != "fp32" and not is_gpu:
+        raise UserError(f"precision={precision} needs a GPU: use precision=auto or precision=fp32")
+    return precision
+
+
+def set_kernels(precision: str, *, deterministic: bool) -> None:
+    """Tell torch which kernels may run: call it once, before the first step.
+
+    tf32 rounds the operands of float32 products to 10 bits. Without ``deterministic`` cuDNN measures its
+    kernels and keeps the fastest.
+    """
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = not deterministic
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # Filling fresh memory with NaN is a debugging aid that costs a kernel for every tensor.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+class Forward:
+    """``forward(images)``: the detector's raw heads.
+
+    Attributes:
+        leaves: the tensors to differentiate by, in the order of the flat model's trained views.
+        dtype: of the images it wants.
+    """
+
+    def __init__(
+        self, detector: Detector, flat: FlatModel, *, precision: str, compile: bool
+    ) -> None:
+        self.detector, self.flat = detector, flat
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.leaves: list[Tensor] = list(flat.parameters)
+        self.call: Callable[[dict[str, Tensor], Tensor], Heads] = self._call
+        self.weights: dict[str, Tensor] = {}
+        if self.dtype != torch.float32:
+            self._round_weights()
+        if compile:
+            self.call = torch.compile(self._call, dynamic=False)
+
+    def _round_weights(self) -> None:
+        """Filters get bfloat16 twins in one flat buffer: one kernel rounds them all.
+
+        Autocast would round every filter by a kernel of its own, and widen every gradient by another.
+        """
+        self.rounded = torch.zeros_like(self.flat.params, dtype=self.dtype)
+        for index, view in enumerate(self.flat.views[: self.flat.num_views_trained]):
+            if len(view.shape) == 4:
+                twin = nn.Parameter(view.of(self.rounded))
+                self.leaves[index] = self.weights[view.name] = twin
+
+    def __call__(self, images: Tensor) -> Heads:
+        """Heads of ``images`` [b,3,S,S]; they keep the graph to ``leaves``."""
+        if not self.weights:
+            return self.call({}, images)
+        with torch.no_grad():
+            self.rounded.copy_(self.flat.params)
+        return self.call(self.weights, images)
+
+    def _call(self, weights: dict[str, Tensor], images: Tensor) -> Heads:
+        if not weights:
+            return self.detector(images)
+        # Nothing is worth caching: the filters are rounded already, and a replay has no cache.
+        with torch.autocast(images.device.type, dtype=self.dtype, cache_enabled=False):
+            return functional_call(self.detector, weights, (images,))
+
+
+def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Copy gradients to their places, in one kernel for each dtype where memory layouts agree."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for view, gradient in zip(views, gradients, strict=True):
+        places, sources = by_dtype.setdefault(gradient.dtype, ([], []))
+        places.append(view)
+        sources.append(_laid_out_as(view, gradient))
+    for places, sources in by_dtype.values():
+        torch._foreach_copy_(places, sources)
+
+
+def _laid_out_as(view: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.stride() == view.stride():
+        return gradient
+    if view.ndim == 4 and view.shape[2:] == (1, 1) and gradient.is_contiguous():
+        # A 1x1 filter reads the same in both layouts; only its strides are written differently.
+        return gradient.as_strided(view.shape, view.stride())
+    dense = torch.empty_strided(
+        view.shape, view.stride(), dtype=gradient.dtype, device=gradient.device
+    )
+    return dense.copy_(gradient)
