@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from yolo_ray.augment.images import read_photo, resize_photo
 from yolo_ray.config.schema import AugmentConfig, OptimConfig
@@ -59,7 +59,7 @@ class LocalOptions:
     optimizer: str = "SGD"
     frozen_norm: bool = False
     double: bool = False
-    augment: AugmentConfig = AugmentConfig(close_mosaic=0)
+    augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(close_mosaic=0))
 
 
 def make_plan(records: Records, options: LocalOptions) -> Plan:
@@ -72,11 +72,15 @@ def make_plan(records: Records, options: LocalOptions) -> Plan:
 class LocalRun:
     """One rank's step, schedule and feed."""
 
-    def __init__(self, records: Records, options: LocalOptions, rank: int = 0, workers: int = 1) -> None:
+    def __init__(
+        self, records: Records, options: LocalOptions, rank: int = 0, workers: int = 1
+    ) -> None:
         self.options = options
         reduce = distributed_reduce if workers > 1 else no_reduce
         self.plan = make_plan(records, options)
-        self.detector: Detector = build_detector(options.model, records.names, imgsz=options.imgsz, seed=1)
+        self.detector: Detector = build_detector(
+            options.model, records.names, imgsz=options.imgsz, seed=1
+        )
         self.detector.train()
         if options.frozen_norm:
             freeze_statistics(self.detector.net)
@@ -116,11 +120,16 @@ class LocalRun:
 def on_ranks(workers: int, work: Callable[..., Any], folder: Path, *args: Any) -> list[Any]:
     """``work(rank, workers, *args)`` in gloo processes; what each returned, by rank."""
     store = folder / f"store_{workers}_{len(list(folder.iterdir()))}"
-    mp.spawn(_rank, args=(workers, str(store), work, str(folder), args), nprocs=workers, join=True)
-    return [torch.load(folder / f"rank_{rank}_of_{workers}.pt", weights_only=False) for rank in range(workers)]
+    spawn(_rank, args=(workers, str(store), work, str(folder), args), nprocs=workers, join=True)
+    return [
+        torch.load(folder / f"rank_{rank}_of_{workers}.pt", weights_only=False)
+        for rank in range(workers)
+    ]
 
 
-def _rank(rank: int, workers: int, store: str, work: Callable[..., Any], folder: str, args: Any) -> None:
+def _rank(
+    rank: int, workers: int, store: str, work: Callable[..., Any], folder: str, args: Any
+) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=workers)
     try:

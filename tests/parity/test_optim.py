@@ -79,8 +79,12 @@ def test_updates_equal_the_reference(name: str) -> None:
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
             other.grad = mine.grad.clone() if mine.grad is not None else None
         expected.step()
-    for (key, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
-        torch.testing.assert_close(mine, other, rtol=2e-5, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}")
+    for (key, mine), other in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
+        torch.testing.assert_close(
+            mine, other, rtol=2e-5, atol=2e-6, msg=lambda m, k=key: f"{k}: {m}"
+        )
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
@@ -90,7 +94,9 @@ def test_a_refused_update_changes_no_bit(name: str) -> None:
     flat = FlatModel(toy, muon=name == "MuSGD")  # type: ignore[arg-type]
     optimizer = OPTIMIZERS[name](flat, MOMENTUM)
     optimizer.update(torch.randn_like(flat.grads), make_rates(), torch.tensor(True))
-    before = {key: slot.clone() for key, slot in optimizer.slots.items()} | {"state": flat.state.clone()}
+    before = {key: slot.clone() for key, slot in optimizer.slots.items()} | {
+        "state": flat.state.clone()
+    }
     bad = torch.randn_like(flat.grads)
     bad[3] = float("nan")
     optimizer.update(bad, make_rates(), torch.tensor(False))

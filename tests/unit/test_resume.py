@@ -23,7 +23,9 @@ from yolo_ray.train.checkpoint import (
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "MuSGD"])
-def test_resumed_run_is_bit_equal(optimizer: str, tiny_dataset: Callable[..., Path], tmp_path: Path) -> None:
+def test_resumed_run_is_bit_equal(
+    optimizer: str, tiny_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
     records = load_records(tiny_dataset(train=20, size=64), "train", max_bad=0.0)
     options = LocalOptions(batch=4, epochs=2, optimizer=optimizer)
     whole = LocalRun(records, options)
@@ -43,7 +45,9 @@ def test_resumed_run_is_bit_equal(optimizer: str, tiny_dataset: Callable[..., Pa
     assert torch.equal(rest.step.flat.state, whole.step.flat.state), "weights and buffers"
     assert torch.equal(rest.step.flat.ema, whole.step.flat.ema)
     assert torch.equal(rest.step.pending, whole.step.pending)
-    slots = zip(rest.step.optimizer.slots.values(), whole.step.optimizer.slots.values(), strict=True)
+    slots = zip(
+        rest.step.optimizer.slots.values(), whole.step.optimizer.slots.values(), strict=True
+    )
     assert all(torch.equal(mine, other) for mine, other in slots)
     assert not torch.equal(whole.step.flat.state, half.step.flat.state), "the second half trained"
 
@@ -65,7 +69,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_dataset: Callable[..
 def test_newest_readable_checkpoint_wins(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         save_checkpoint({"progress": {"step": number}}, tmp_path, keep=2)
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000000002.pt", "step_000000003.pt"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == [
+        "step_000000002.pt",
+        "step_000000003.pt",
+    ]
     (tmp_path / "step_000000003.pt").write_bytes(b"torn")
     state, damaged = load_newest(tmp_path)
     assert state is not None and state["progress"]["step"] == 2

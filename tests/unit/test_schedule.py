@@ -62,10 +62,17 @@ def test_ema_ramp_follows_updates() -> None:
 
 def test_auto_keeps_what_the_user_set() -> None:
     short = resolve_optim(OptimConfig(), frozenset(), total_steps=500, num_classes=1)
-    assert (short.optimizer, short.lr0, short.momentum, short.warmup_bias_lr) == ("AdamW", 0.002, 0.9, 0.0)
+    assert (short.optimizer, short.lr0, short.momentum, short.warmup_bias_lr) == (
+        "AdamW",
+        0.002,
+        0.9,
+        0.0,
+    )
     long = resolve_optim(OptimConfig(), frozenset(), total_steps=10_001, num_classes=80)
     assert (long.optimizer, long.lr0) == ("MuSGD", 0.01)
-    kept = resolve_optim(OptimConfig(lr0=0.5), frozenset({"optim.lr0"}), total_steps=500, num_classes=1)
+    kept = resolve_optim(
+        OptimConfig(lr0=0.5), frozenset({"optim.lr0"}), total_steps=500, num_classes=1
+    )
     assert (kept.lr0, kept.momentum) == (0.5, 0.9)
     fixed = resolve_optim(OptimConfig(optimizer="SGD"), frozenset(), total_steps=500, num_classes=1)
     assert (fixed.optimizer, fixed.lr0, fixed.momentum) == ("SGD", 0.01, 0.937)

@@ -77,7 +77,9 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     """
     config = absolute_paths(config)
     train_records, val_records = _load_data(config)
-    detector = build_detector(config.model, train_records.names, imgsz=config.imgsz, seed=config.seed)
+    detector = build_detector(
+        config.model, train_records.names, imgsz=config.imgsz, seed=config.seed
+    )
     plan = Plan(
         train_records, seed=config.seed, epochs=config.epochs, batch=config.batch,
         imgsz=config.imgsz, augment=config.augment,
@@ -94,7 +96,11 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     with _ended_properly(observer, tracker, folder):
         job = _build_job(config, folder, placement, plan, val_records, tracker)
         with observer.follow(folder), _stop_on_signals(folder):
-            for sentence in (placement.sentence(), job.optim.reason, _loaded_sentence(config, detector.loaded)):
+            for sentence in (
+                placement.sentence(),
+                job.optim.reason,
+                _loaded_sentence(config, detector.loaded),
+            ):
                 if sentence:
                     _say(folder, sentence)
             _run_workers(job, train_worker, config.cluster.max_failures)
@@ -199,16 +205,25 @@ def open_folder(config: TrainConfig) -> Path:
             return folder
     except OSError as error:
         raise UserError(
-            f"the run folder cannot be made in {project} ({error.strerror}): pass project= with a folder you may write to"
+            f"the run folder cannot be made in {project} ({error.strerror}): "
+            "pass project= with a folder you may write to"
         ) from error
     raise UserError(f"{project} is full of runs named {config.name}: pass another name=")
 
 
 def _build_job(
-    config: TrainConfig, folder: Path, placement: Placement, plan: Plan, val: Records, tracker: Tracker
+    config: TrainConfig,
+    folder: Path,
+    placement: Placement,
+    plan: Plan,
+    val: Records,
+    tracker: Tracker,
 ) -> Job:
     optim = resolve_optim(
-        config.optim, frozenset(config.explicit), total_steps=plan.total_steps, num_classes=len(val.names)
+        config.optim,
+        frozenset(config.explicit),
+        total_steps=plan.total_steps,
+        num_classes=len(val.names),
     )
     return Job(
         config=config, folder=folder, placement=placement, optim=optim, tracker=tracker,
@@ -216,7 +231,9 @@ def _build_job(
     )  # fmt: skip
 
 
-def _run_workers(job: Job, entry: Callable[[dict[str, Any]], None], max_failures: int) -> dict[str, float]:
+def _run_workers(
+    job: Job, entry: Callable[[dict[str, Any]], None], max_failures: int
+) -> dict[str, float]:
     """Run ``entry`` on every worker through the failures allowed; returns rank 0's last report."""
     placement = job.placement
     trainer = TorchTrainer(
@@ -225,7 +242,8 @@ def _run_workers(job: Job, entry: Callable[[dict[str, Any]], None], max_failures
         scaling_config=ScalingConfig(
             num_workers=placement.workers,
             use_gpu=placement.use_gpu,
-            resources_per_worker={"CPU": placement.cpus} | ({"GPU": 1} if placement.use_gpu else {}),
+            resources_per_worker={"CPU": placement.cpus}
+            | ({"GPU": 1} if placement.use_gpu else {}),
         ),
         run_config=RunConfig(
             # A name of its own for each attempt: Ray would otherwise go on from what it knows of the last.
@@ -240,7 +258,9 @@ def _run_workers(job: Job, entry: Callable[[dict[str, Any]], None], max_failures
     except ray.train.TrainingFailedError as error:
         raise _explained(job, error) from error
     except OutOfMemoryError as error:
-        raise RuntimeError(f"a worker was killed for memory: lower batch or imgsz; {_logs(job)}") from error
+        raise RuntimeError(
+            f"a worker was killed for memory: lower batch or imgsz; {_logs(job)}"
+        ) from error
     failure = job.folder / FAILURE_FILE
     if failure.exists():
         raise UserError(failure.read_text())
@@ -256,11 +276,15 @@ def _explained(job: Job, error: Exception) -> Exception:
     causes = getattr(error, "worker_failures", None) or {}
     first = next(iter(causes.values()), error)
     text = str(first).strip().splitlines()
-    return RuntimeError(f"training failed: {text[-1] if text else type(first).__name__}; {_logs(job)}")
+    return RuntimeError(
+        f"training failed: {text[-1] if text else type(first).__name__}; {_logs(job)}"
+    )
 
 
 def _logs(job: Job) -> str:
-    return f"see {job.folder / 'logs'}; the last checkpoint is intact, go on with resume={job.folder}"
+    return (
+        f"see {job.folder / 'logs'}; the last checkpoint is intact, go on with resume={job.folder}"
+    )
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def connect(address: str | None) -> None:
         except ConnectionError:
             ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        reason = (
+            str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        )
         raise UserError(
             f"no Ray cluster answers at {target or 'this machine'} ({reason}): start one with `ray start --head`, "
             "correct cluster.address, or set RAY_AUTH_MODE as the cluster has it"
@@ -117,7 +119,11 @@ def place_on(nodes: list[dict[str, float]], cluster: ClusterConfig) -> Placement
     if cpus == "auto":
         share = (total_cpus - data_cpus) / workers
         cpus = min(1.0, share) if use_gpu else share
-        cpus = float(math.floor(cpus)) if cpus >= 1 else (MIN_WORKER_CPUS if share >= MIN_WORKER_CPUS else 0.0)
+        cpus = (
+            float(math.floor(cpus))
+            if cpus >= 1
+            else (MIN_WORKER_CPUS if share >= MIN_WORKER_CPUS else 0.0)
+        )
     fits = sum(math.floor(node.get("CPU", 0.0) / cpus + 1e-9) for node in nodes) if cpus else 0
     needed = workers * max(cpus, MIN_WORKER_CPUS) + data_cpus
     if fits < workers or needed > total_cpus + 1e-9:

@@ -131,14 +131,20 @@ def _start(job: Job) -> Here:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    device = torch.device("cuda", torch.cuda.current_device()) if job.placement.use_gpu else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if job.placement.use_gpu
+        else torch.device("cpu")
+    )
     return Here(context.get_world_rank(), context.get_world_size(), device)
 
 
 def _train(job: Job, here: Here) -> None:
     config = job.config
     plan: Plan = ray.get(job.plan)
-    detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(here.device)
+    detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
+        here.device
+    )
     detector.train()
     if config.cluster.sync_bn:  # with one worker too: its gradient is then that of any number
         synchronise(detector.net, here.reduce)
@@ -224,7 +230,12 @@ def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], Ev
             yield batch
 
     return lambda: evaluate(
-        detector, batches(), records, imgsz=job.config.imgsz, options=job.config.eval, gather=here.gather
+        detector,
+        batches(),
+        records,
+        imgsz=job.config.imgsz,
+        options=job.config.eval,
+        gather=here.gather,
     )
 
 

@@ -53,12 +53,23 @@ class PhotoRing:
         shape = (self.size * rows, 3, imgsz, imgsz)
         self.photos = torch.full(shape, GRAY, dtype=torch.uint8, device=device)
         self._steps: list[int | None] = [None] * self.size
+        self._lane = _CopyLane(self.photos.device) if self.photos.is_cuda else None
 
     def put(self, step: int, photos: np.ndarray | Tensor) -> None:
-        """Store one step's photos, uint8 [b,S,S,3] RGB with the resized photo at the top left."""
+        """Store one step's photos, uint8 [b,S,S,3] RGB with the resized photo at the top left.
+
+        On a GPU the copy runs beside the training steps that are still waiting there. Steps are put in
+        order, and at most two ahead of the last ``batch``.
+        """
         place = step % self.size
-        source = torch.as_tensor(photos).to(self.photos.device, non_blocking=True)
-        self.photos[place * self.rows : (place + 1) * self.rows].copy_(source.permute(0, 3, 1, 2))
+        target = self.photos[place * self.rows : (place + 1) * self.rows]
+        source = torch.as_tensor(photos)
+        if self._lane is None:
+            target.copy_(source.permute(0, 3, 1, 2))
+        else:
+            # The photos of step - size, which lie here, were last needed by the training step
+            # step - 3: whatever was enqueued before the batch of step - 2 must have run.
+            self._lane.copy(target, source, after=step - 2)
         self._steps[place] = step
 
     def batch(self, plan_step: PlanStep, slots: range, capacity: int) -> Batch:
@@ -87,13 +98,57 @@ class PhotoRing:
         }
         truth = _pad_boxes(plan_step, slots, capacity)
         tensors = {name: torch.from_numpy(value) for name, value in (per_row | truth).items()}
-        device = self.photos.device
-        return Batch(self.photos, **{k: v.to(device) for k, v in tensors.items()})
+        if self._lane is None:
+            return Batch(self.photos, **tensors)
+        self._lane.join(plan_step.step)
+        return Batch(self.photos, **_sent_at_once(tensors, self.photos.device))
 
     def _check(self, step: int, ages: np.ndarray) -> None:
         for age in np.unique(ages).tolist():
             held = self._steps[(step - age) % self.size]
             assert held == step - age, f"the ring holds step {held} where {step - age} is needed"
+
+
+class _CopyLane:
+    """A stream of its own for photos, so that neither the host nor the training steps wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.arrived = torch.cuda.Event()
+        self.joined: dict[int, torch.cuda.Event] = {}
+
+    def copy(self, target: Tensor, source: Tensor, *, after: int) -> None:
+        """Copy photos [b,S,S,3] to ``target`` [b,3,S,S] once the work before batch ``after`` ran."""
+        pinned = source if source.is_pinned() else source.pin_memory()
+        if after in self.joined:
+            self.stream.wait_event(self.joined[after])
+        self.joined = {step: event for step, event in self.joined.items() if step > after}
+        with torch.cuda.stream(self.stream):
+            target.copy_(pinned.to(self.device, non_blocking=True).permute(0, 3, 1, 2))
+        self.arrived.record(self.stream)
+
+    def join(self, step: int) -> None:
+        """What is enqueued from now on sees all photos; remember the moment as that of ``step``."""
+        current = torch.cuda.current_stream(self.device)
+        current.wait_event(self.arrived)
+        self.joined[step] = current.record_event()
+
+
+def _sent_at_once(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """The tensors on ``device``, all by one copy that the host does not wait for."""
+    starts, total = {}, 0
+    for name, tensor in tensors.items():
+        starts[name] = total
+        total += -(-tensor.nbytes // 256) * 256
+    packed = torch.empty(total, dtype=torch.uint8, pin_memory=True)
+    for name, tensor in tensors.items():
+        packed[starts[name] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    sent = packed.to(device, non_blocking=True)
+    return {
+        name: sent[starts[name] :][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for name, tensor in tensors.items()
+    }
 
 
 def _pad_boxes(plan_step: PlanStep, slots: range, capacity: int) -> dict[str, np.ndarray]:

@@ -27,7 +27,9 @@ from yolo_ray.data.batch import KeptBoxes
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records
 
-FIRST_CHUNK_STEPS = 12  # small, so that training starts soon; each further chunk is twice as long, up to the budget
+FIRST_CHUNK_STEPS = (
+    12  # small, so that training starts soon; each further chunk is twice as long, up to the budget
+)
 CHUNK_BYTES = 256 * 2**20
 
 Columns = dict[str, np.ndarray]
@@ -57,25 +59,31 @@ def _fetch(handle: ray.ObjectRef) -> Any:
     return ray.get(handle)
 
 
-def _blocks(rows: int, batch: int, limits: StreamLimits, task: Any) -> list[ray.ObjectRef]:
+def _blocks(rows: int, batch: int, limits: StreamLimits, task: Any) -> list[Any]:
     """``rows`` numbers in blocks of ``batch``, in order, through ``task`` within the limits, all computed."""
     dataset = ray.data.range(rows, override_num_blocks=max(1, rows // batch))
     context = dataset.context
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
-    context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(cpu=limits.cpus)
+    context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
+        cpu=limits.cpus
+    )
     mapped = dataset.map_batches(
-        task, batch_size=batch, num_cpus=limits.task_cpus, zero_copy_batch=True, udf_modifying_row_count=False
+        task,
+        batch_size=batch,
+        num_cpus=limits.task_cpus,
+        zero_copy_batch=True,
+        udf_modifying_row_count=False,
     )
     return mapped.materialize().get_internal_block_refs()
 
 
-def _batches(blocks: list[ray.ObjectRef], batch: int) -> Iterator[Columns]:
+def _batches(blocks: list[Any], batch: int) -> Iterator[Columns]:
     """Columns of ``batch`` rows; Ray may have split a large block in two."""
     waiting: list[Columns] = []
     for place in range(len(blocks)):
         waiting.append(cast(Columns, BlockAccessor.for_block(ray.get(blocks[place])).to_numpy()))
-        blocks[place] = None  # type: ignore[call-overload]  (the store may free it)
+        blocks[place] = None  # the store may free it
         if sum(len(part["id"]) for part in waiting) == batch:
             yield waiting[0] if len(waiting) == 1 else _joined(waiting)
             waiting = []
@@ -99,7 +107,9 @@ def _chunks(steps: range, step_bytes: int) -> Iterator[range]:
 class _TrainTask:
     """Row numbers of one step -> its photos. Pickled small: the plan travels once, through the object store."""
 
-    def __init__(self, plan: ray.ObjectRef, slots: range, first_step: int, albumentations: Any) -> None:
+    def __init__(
+        self, plan: ray.ObjectRef, slots: range, first_step: int, albumentations: Any
+    ) -> None:
         self.plan, self.slots, self.first_step = plan, slots, first_step
         self.albumentations = albumentations
 
@@ -130,12 +140,16 @@ _TRANSFORMS: dict[str, Transform] = {}
 
 
 def _transform(key: str, option: Any) -> Transform:
-    if key not in _TRANSFORMS:  # building a chain costs more than running it; a task process keeps it
+    if (
+        key not in _TRANSFORMS
+    ):  # building a chain costs more than running it; a task process keeps it
         _TRANSFORMS[key] = build_transform(option)
     return _TRANSFORMS[key]
 
 
-def _train_photo(plan: Plan, index: int, transform: Transform, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def _train_photo(
+    plan: Plan, index: int, transform: Transform, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """One decoded, resized, user-augmented photo on its SxS canvas, and its boxes float32 [k,5] (class last)."""
     photo = resize_photo(read_photo(str(plan.records.paths[index])), plan.imgsz)
     boxes, classes = plan.records.boxes_of(index)
@@ -156,7 +170,7 @@ def train_photos(
     plan: Plan = ray.get(plan_handle)
     per_step = len(slots)
 
-    def decode(chunk: range) -> list[ray.ObjectRef]:
+    def decode(chunk: range) -> list[Any]:
         task = _TrainTask(plan_handle, slots, chunk.start, albumentations)
         return _blocks(len(chunk) * per_step, per_step, limits, task)
 

@@ -71,10 +71,14 @@ def _kind(module: nn.Module, name: str, parameter: Tensor, muon: bool) -> str:
 def _classifiers(net: Any) -> set[int]:
     """Ids of the head's classification parameters: MuSGD trains them at three times the rate."""
     parts = dict(net.model[-1].named_children())
-    return {id(p) for name in ("cv3", "one2one_cv3") if name in parts for p in parts[name].parameters()}
+    return {
+        id(p) for name in ("cv3", "one2one_cv3") if name in parts for p in parts[name].parameters()
+    }
 
 
-def _trained(detector: Detector, muon: bool) -> dict[tuple[int, str, float], list[tuple[str, nn.Parameter]]]:
+def _trained(
+    detector: Detector, muon: bool
+) -> dict[tuple[int, str, float], list[tuple[str, nn.Parameter]]]:
     one_to_one, frozen = detector.one_to_one_parameters(), detector.frozen_parameters()
     boosted = _classifiers(detector.net) if muon else set()
     groups: dict[tuple[int, str, float], list[tuple[str, nn.Parameter]]] = {}

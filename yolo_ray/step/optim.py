@@ -57,7 +57,9 @@ class Sgd:
         for segment in self.flat.segments:
             self._sgd(segment, grads, rates, ok, self.flat.state[segment.span])
 
-    def _sgd(self, segment: Segment, grads: Tensor, rates: Rates, ok: Tensor, start: Tensor) -> None:
+    def _sgd(
+        self, segment: Segment, grads: Tensor, rates: Rates, ok: Tensor, start: Tensor
+    ) -> None:
         """One segment's update, beginning at ``start``: its parameters, or what Muon made of them."""
         grad, buffer = grads[segment.span], self.slots["momentum"][segment.span]
         if _decayed(segment):
@@ -152,4 +154,8 @@ def _orthogonalised(stack: Tensor) -> Tensor:
 
 
 Optimizer = Sgd | AdamW | MuSgd
-OPTIMIZERS: dict[str, Callable[[FlatModel, float], Optimizer]] = {"SGD": Sgd, "AdamW": AdamW, "MuSGD": MuSgd}
+OPTIMIZERS: dict[str, Callable[[FlatModel, float], Optimizer]] = {
+    "SGD": Sgd,
+    "AdamW": AdamW,
+    "MuSGD": MuSgd,
+}

@@ -45,7 +45,9 @@ def resolve_optim(
     """
     if optim.optimizer != "auto":
         return ResolvedOptim(optim.optimizer, optim.lr0, optim.momentum, optim.warmup_bias_lr)
-    name, lr0 = ("MuSGD", 0.01) if total_steps > 10_000 else ("AdamW", round(0.01 / (4 + num_classes), 6))
+    name, lr0 = (
+        ("MuSGD", 0.01) if total_steps > 10_000 else ("AdamW", round(0.01 / (4 + num_classes), 6))
+    )
     chosen = {"lr0": lr0, "momentum": 0.9, "warmup_bias_lr": 0.0}
     kept = {key: getattr(optim, key) for key in chosen if f"optim.{key}" in explicit}
     chosen |= kept
@@ -69,7 +71,13 @@ class Schedule:
     """
 
     def __init__(
-        self, optim: OptimConfig, resolved: ResolvedOptim, *, epochs: int, steps_per_epoch: int, batch: int
+        self,
+        optim: OptimConfig,
+        resolved: ResolvedOptim,
+        *,
+        epochs: int,
+        steps_per_epoch: int,
+        batch: int,
     ) -> None:
         self.optim, self.resolved = optim, resolved
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
@@ -99,7 +107,9 @@ class Schedule:
         """The controls of a step, [0, total_steps)."""
         optim, resolved = self.optim, self.resolved
         epoch = step // self.steps_per_epoch
-        lr = resolved.lr0 * lr_factor_at(epoch, epochs=self.epochs, lrf=optim.lrf, cosine=optim.cos_lr)
+        lr = resolved.lr0 * lr_factor_at(
+            epoch, epochs=self.epochs, lrf=optim.lrf, cosine=optim.cos_lr
+        )
         lr_bias, momentum = lr, resolved.momentum
         if self.warmup_steps and step <= self.warmup_steps:
             ramp = [0, self.warmup_steps]

@@ -97,7 +97,12 @@ class TrainStep:
         """Forward, loss and backward of this rank's rows into the flat gradient; then the one all-reduce."""
         heads = self.forward(normalised(batch, self.forward.dtype))
         sums = self.loss(
-            heads, batch.boxes, batch.classes, batch.image_index, batch.valid, imgsz=self.options.imgsz
+            heads,
+            batch.boxes,
+            batch.classes,
+            batch.image_index,
+            batch.valid,
+            imgsz=self.options.imgsz,
         )
         head_gains = self.controls[len(RATES) :]
         weighted = (sums.items * self.gains).sum(1) * head_gains * self.options.batch

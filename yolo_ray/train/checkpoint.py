@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from yolo_ray.errors import UserError
-from yolo_ray.step.flat import FlatModel, View
+from yolo_ray.step.flat import View
 from yolo_ray.step.train_step import TrainStep
 
 VERSION = 1
@@ -37,7 +37,9 @@ class Progress:
     elapsed_s: float = 0.0
 
 
-def capture_state(step: TrainStep, progress: Progress, config: dict[str, Any], digest: str) -> dict[str, Any]:
+def capture_state(
+    step: TrainStep, progress: Progress, config: dict[str, Any], digest: str
+) -> dict[str, Any]:
     """The versioned dict of a run's whole state; tensors are copied to the CPU in float32."""
     flat = step.flat
     trained = flat.views[: flat.num_views_trained]
@@ -99,7 +101,9 @@ def _by_name(flat: Tensor, views: list[View]) -> dict[str, Tensor]:
 
 def _put(flat: Tensor, views: list[View], tensors: dict[str, Tensor]) -> None:
     if {view.name: view.shape for view in views} != {name: t.shape for name, t in tensors.items()}:
-        raise UserError("the checkpoint belongs to another model: resume with the model and data it was made with")
+        raise UserError(
+            "the checkpoint belongs to another model: resume with the model and data it was made with"
+        )
     for view in views:
         view.of(flat).copy_(tensors[view.name])
 
@@ -128,7 +132,11 @@ def save_atomically(payload: Any, path: Path) -> None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a folder, oldest first."""
-    found = [(int(match[1]), path) for path in folder.glob("step_*.pt") if (match := _NAME.search(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in folder.glob("step_*.pt")
+        if (match := _NAME.search(path.name))
+    ]
     return [path for _, path in sorted(found)]
 
 

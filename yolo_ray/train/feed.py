@@ -19,10 +19,25 @@ QUEUE_STEPS = 4
 class StepPhotosLike(Protocol):
     """What a stream of photos yields; see data/pipeline.py."""
 
-    step: int
-    ids: np.ndarray
-    photos: np.ndarray
-    kept: KeptBoxes
+    @property
+    def step(self) -> int:
+        """The global step."""
+        ...
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Record ids int64 [b] of this worker's rows."""
+        ...
+
+    @property
+    def photos(self) -> np.ndarray:
+        """uint8 [b,S,S,3], the resized photo at the top left."""
+        ...
+
+    @property
+    def kept(self) -> KeptBoxes:
+        """Boxes that albumentations changed."""
+        ...
 
 
 PhotoSource = Callable[[range], Iterator[StepPhotosLike]]
@@ -36,7 +51,9 @@ class Feed:
         ids: record ids int64 [b] of the last batch's own photos.
     """
 
-    def __init__(self, plan: Plan, *, rank: int, workers: int, source: PhotoSource, ring: PhotoRing) -> None:
+    def __init__(
+        self, plan: Plan, *, rank: int, workers: int, source: PhotoSource, ring: PhotoRing
+    ) -> None:
         self.plan, self.workers, self.source, self.ring = plan, workers, source, ring
         self.slots = slots_of(rank, workers, plan.batch)
         self.wait_s = 0.0
@@ -52,7 +69,9 @@ class Feed:
             assert np.array_equal(images[self.slots], photos.ids), "the stream left the plan"
             self.ring.put(photos.step, photos.photos)
             kept |= photos.kept
-            kept = {key: value for key, value in kept.items() if key[0] > photos.step - self.plan.window}
+            kept = {
+                key: value for key, value in kept.items() if key[0] > photos.step - self.plan.window
+            }
             if photos.step >= first_step:
                 self.ids = photos.ids
                 yield photos.step, self._batch(photos.step, kept)
@@ -70,37 +89,44 @@ class _Failed:
         self.error = error
 
 
-def _ahead(
-    items: Iterator[StepPhotosLike], waited: Callable[[float], None]
-) -> Iterator[StepPhotosLike]:
-    """Pull ``items`` in a thread, a few ahead, so that waiting for photos and training overlap."""
-    buffer: queue.Queue[StepPhotosLike | _Failed | None] = queue.Queue(QUEUE_STEPS)
-    stopped = threading.Event()
+class _Puller:
+    """A thread that pulls items into a bounded queue: None at the end, _Failed for an error."""
 
-    def put(item: StepPhotosLike | _Failed | None) -> bool:
-        while not stopped.is_set():
+    def __init__(self, items: Iterator[StepPhotosLike]) -> None:
+        self.items = items
+        self.buffer: queue.Queue[StepPhotosLike | _Failed | None] = queue.Queue(QUEUE_STEPS)
+        self.stopped = threading.Event()
+        threading.Thread(target=self._pull, name="photos", daemon=True).start()
+
+    def _pull(self) -> None:
+        try:
+            for item in self.items:
+                if not self._put(item):
+                    return
+            self._put(None)
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._put(_Failed(error))
+
+    def _put(self, item: StepPhotosLike | _Failed | None) -> bool:
+        """Whether there was a place before the consumer went away."""
+        while not self.stopped.is_set():
             try:
-                buffer.put(item, timeout=0.2)
+                self.buffer.put(item, timeout=0.2)
                 return True
             except queue.Full:
                 continue
         return False
 
-    def pull() -> None:
-        try:
-            for item in items:
-                if not put(item):
-                    return
-            put(None)
-        except BaseException as error:  # handed to the training thread, which raises it
-            put(_Failed(error))
 
-    thread = threading.Thread(target=pull, name="photos", daemon=True)
-    thread.start()
+def _ahead(
+    items: Iterator[StepPhotosLike], waited: Callable[[float], None]
+) -> Iterator[StepPhotosLike]:
+    """``items``, pulled a few ahead so that waiting for photos and training overlap."""
+    puller = _Puller(items)
     try:
         while True:
             begin = time.perf_counter()
-            item = buffer.get()
+            item = puller.buffer.get()
             waited(time.perf_counter() - begin)
             if item is None:
                 return
@@ -108,4 +134,4 @@ def _ahead(
                 raise item.error
             yield item
     finally:
-        stopped.set()
+        puller.stopped.set()

@@ -95,7 +95,9 @@ class _Loop:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.begin_time = time.perf_counter() - run.progress.elapsed_s
-        self.pictured = run.progress.step > 0  # a resumed run has its first batches' pictures already
+        self.pictured = (
+            run.progress.step > 0
+        )  # a resumed run has its first batches' pictures already
         self.num_images = 0
         self.first_step = run.progress.step
         self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
@@ -134,7 +136,9 @@ class _Loop:
 
     def _ask_to_stop(self, step: int) -> None:
         """Before a logging step this rank says whether it was asked to stop; the collective tells all ranks."""
-        if (step + 1) % self.run.config.log_steps == 0 or (step + 1) % self.run.schedule.steps_per_epoch == 0:
+        if (step + 1) % self.run.config.log_steps == 0 or (
+            step + 1
+        ) % self.run.schedule.steps_per_epoch == 0:
             self.run.step.stop.fill_(float(self.run.stop_file.exists()))
 
     def _log(self, step: int, lr: float) -> None:
@@ -170,9 +174,7 @@ class _Loop:
         )
         if sums["stop"] > 0:
             self._checkpoint()
-            raise StopRequested(
-                f"stopped at step {step + 1}; go on with: resume={run.folder}"
-            )
+            raise StopRequested(f"stopped at step {step + 1}; go on with: resume={run.folder}")
 
     def end_epoch(self, step: int) -> None:
         """Evaluate, write the row, the weights and the checkpoint."""
@@ -182,7 +184,9 @@ class _Loop:
         per_step = 1000 * seconds / run.schedule.steps_per_epoch
         row = {
             f"train/{name}": value
-            for name, value in zip(("box", "cls", "dfl"), self.losses[:3] / max(self.losses[3], 1), strict=True)
+            for name, value in zip(
+                ("box", "cls", "dfl"), self.losses[:3] / max(self.losses[3], 1), strict=True
+            )
         }
         row |= {
             "lr": run.schedule.at(step).lr,
@@ -237,7 +241,11 @@ class _Loop:
         run = self.run
         epoch = run.progress.step // run.schedule.steps_per_epoch - 1
         stale = epoch - run.progress.best_epoch
-        return bool(run.config.patience) and run.progress.best_epoch >= 0 and stale >= run.config.patience
+        return (
+            bool(run.config.patience)
+            and run.progress.best_epoch >= 0
+            and stale >= run.config.patience
+        )
 
     def _save_weights(self, epoch: int, *, is_best: bool) -> None:
         run = self.run
@@ -296,7 +304,7 @@ def save_evaluation(path: Path, result: EvalResult, val: Records) -> None:
     temporary.replace(path)
 
 
-class ema_weights:  # noqa: N801  (reads as a clause: with ema_weights(step))
+class ema_weights:
     """The detector computes with the EMA weights inside, and has its own back, bit for bit, outside."""
 
     def __init__(self, step: TrainStep) -> None:

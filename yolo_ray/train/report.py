@@ -15,8 +15,13 @@ class Tracker(Protocol):
     No method waits for a server, and none raises for a tracking failure: training goes on.
     """
 
-    warn: Callable[[str], None]
-    """Told once when the tracking server is away."""
+    @property
+    def warn(self) -> Callable[[str], None]:
+        """Told once when the tracking server is away."""
+        ...
+
+    @warn.setter
+    def warn(self, warn: Callable[[str], None]) -> None: ...
 
     def metrics(self, values: dict[str, float], *, step: int) -> None:
         """Values at a global step, counted from 1."""
