@@ -57,7 +57,9 @@ def _positions(line, x, y, SIDE: tl.constexpr):
 
 
 @triton.jit
-def _neighbour(row, x, y, picks, origins, extents, centre, canvas, SIDE: tl.constexpr):
+def _neighbour(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
+    row, x, y, picks, origins, extents, centre, canvas, SIDE: tl.constexpr
+):
     """Offset of a canvas position in the ring's first channel, and whether a photo lies there."""
     right = x >= tl.load(centre + row * 2)
     below = y >= tl.load(centre + row * 2 + 1)
@@ -114,7 +116,7 @@ def _recoloured(red, green, blue, turn, saturate, brighten):
 
 
 @triton.jit
-def _images_kernel(
+def _images_kernel(  # noqa: PLR0913 (as above)
     images,
     photos,
     picks,
@@ -138,13 +140,13 @@ def _images_kernel(
     green = tl.zeros((BLOCK,), tl.float32)
     blue = tl.zeros((BLOCK,), tl.float32)
     for corner in tl.static_range(4):
-        i: tl.constexpr = corner % 2
-        j: tl.constexpr = corner // 2
+        # Branches on the corner are taken when the kernel is compiled.
         offset, there = _neighbour(
-            row, low_x + i, low_y + j, picks, origins, extents, centre, canvas, SIDE
-        )
-        weight_x = after_x if i == 1 else 256.0 - after_x
-        weight_y = after_y if j == 1 else 256.0 - after_y
+            row, low_x + corner % 2, low_y + corner // 2,
+            picks, origins, extents, centre, canvas, SIDE,
+        )  # fmt: skip
+        weight_x = after_x if corner % 2 == 1 else 256.0 - after_x
+        weight_y = after_y if corner // 2 == 1 else 256.0 - after_y
         weight = tl.where(there, weight_x * weight_y, 0.0)
         there &= inside & (weight > 0)
         covered += weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,7 +23,13 @@ from ray.train.torch import TorchTrainer
 
 from yolo_ray.augment.images import build_transform
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
-from yolo_ray.cluster.worker import FAILURE_FILE, Job, evaluate_worker, train_worker
+from yolo_ray.cluster.worker import (
+    FAILURE_FILE,
+    Job,
+    evaluate_worker,
+    find_user_error,
+    train_worker,
+)
 from yolo_ray.config.load import dump
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
@@ -37,6 +44,7 @@ from yolo_ray.train.report import NullTracker, Tracker
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 Config = TypeVar("Config", bound=TrainConfig)
 STOP_GRACE_S = 120.0
+PROBE_BYTES = 2**20
 
 
 class Observer(Protocol):
@@ -85,6 +93,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         imgsz=config.imgsz, augment=config.augment,
         moves_boxes=build_transform(config.augment.albumentations).moves_boxes,
     )  # fmt: skip
+    check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
     placement = place(config.cluster, batch=config.batch)
     folder = open_folder(config)
@@ -185,30 +194,34 @@ def _load_data(config: TrainConfig) -> tuple[Records, Records]:
     return train_records, val_records
 
 
-def open_folder(config: TrainConfig) -> Path:
-    """The run's folder: the one to resume, or a new one; a name that exists gets a number appended.
+def check_writable(folder: Path) -> None:
+    """Try it before a cluster is started.
 
     Raises:
-        UserError: it cannot be written, or the folder to resume is not a run.
+        UserError: nothing can be written there.
     """
-    if config.resume:
-        return Path(config.resume)
-    project = Path(config.project)
     try:
-        project.mkdir(parents=True, exist_ok=True)
-        for number in range(1, 100_000):
-            folder = project / (config.name if number == 1 else f"{config.name}{number}")
-            try:
-                folder.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
     except OSError as error:
         raise UserError(
-            f"the run folder cannot be made in {project} ({error.strerror}): "
-            "pass project= with a folder you may write to"
+            f"{folder} cannot be written ({error.strerror}): pass project= with a folder that has room and is yours"
         ) from error
-    raise UserError(f"{project} is full of runs named {config.name}: pass another name=")
+
+
+def open_folder(config: TrainConfig) -> Path:
+    """The run's folder: the one to resume, or a new one; a name that exists gets a number appended."""
+    if config.resume:
+        return Path(config.resume)
+    for number in itertools.count(1):
+        folder = Path(config.project) / (config.name if number == 1 else f"{config.name}{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("counting never ends")
 
 
 def _build_job(
@@ -270,11 +283,15 @@ def _run_workers(
 
 
 def _explained(job: Job, error: Exception) -> Exception:
+    """The reason that the first failed worker gave, as the user's mistake or as a failure with its log."""
     failure = job.folder / FAILURE_FILE
     if failure.exists():
         return UserError(failure.read_text())
     causes = getattr(error, "worker_failures", None) or {}
     first = next(iter(causes.values()), error)
+    mistake = find_user_error(first)
+    if mistake is not None:
+        return mistake
     text = str(first).strip().splitlines()
     return RuntimeError(
         f"training failed: {text[-1] if text else type(first).__name__}; {_logs(job)}"

@@ -6,6 +6,7 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -101,24 +102,32 @@ def _guarded(job: Job, work: Callable[[Here], None]) -> None:
     except StopRequested:
         return
     except BaseException as error:
-        mistake = find_user_error(error)
+        _note(job.folder, here.rank, find_user_error(error))
+        raise
+
+
+def _note(folder: Path, rank: int, mistake: UserError | None) -> None:
+    """Leave the reason of a failure in the run's folder, as far as the disk lets us."""
+    with suppress(OSError):
         if mistake is not None:
-            (job.folder / FAILURE_FILE).write_text(str(mistake))
-        log = job.folder / "logs" / f"rank_{here.rank}.log"
+            (folder / FAILURE_FILE).write_text(str(mistake))
+        log = folder / "logs" / f"rank_{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{traceback.format_exc()}\n")
-        raise
 
 
 def find_user_error(error: BaseException | None) -> UserError | None:
     """The user's mistake at the bottom of a chain of wrapped errors, if there is one."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, UserError):
-            return error
         seen.add(id(error))
-        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
+        inner = getattr(
+            error, "cause", None
+        )  # Ray's wrapper poses as what it wraps: look inside first
+        if isinstance(error, UserError) and inner is None:
+            return error
+        error = inner or error.__cause__ or error.__context__
     return None
 
 

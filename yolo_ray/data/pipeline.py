@@ -22,10 +22,18 @@ import ray
 import ray.data
 from ray.data.block import BlockAccessor
 
-from yolo_ray.augment.images import Transform, build_transform, letterbox, read_photo, resize_photo
+from yolo_ray.augment.images import (
+    PhotoError,
+    Transform,
+    build_transform,
+    letterbox,
+    read_photo,
+    resize_photo,
+)
 from yolo_ray.data.batch import KeptBoxes
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records
+from yolo_ray.errors import UserError
 
 FIRST_CHUNK_STEPS = (
     12  # small, so that training starts soon; each further chunk is twice as long, up to the budget
@@ -151,12 +159,26 @@ def _train_photo(
     plan: Plan, index: int, transform: Transform, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """One decoded, resized, user-augmented photo on its SxS canvas, and its boxes float32 [k,5] (class last)."""
-    photo = resize_photo(read_photo(str(plan.records.paths[index])), plan.imgsz)
+    photo = resize_photo(_read(plan.records, index), plan.imgsz)
     boxes, classes = plan.records.boxes_of(index)
     photo, boxes, keep = transform(photo, boxes, classes, seed)
     canvas = np.full((plan.imgsz, plan.imgsz, 3), 114, dtype=np.uint8)
     canvas[: photo.shape[0], : photo.shape[1]] = photo
     return canvas, np.column_stack([boxes, classes[keep]]).astype(np.float32)
+
+
+def _read(records: Records, index: int) -> np.ndarray:
+    """A photo that was judged good when the run began.
+
+    Raises:
+        UserError: it can no longer be read.
+    """
+    try:
+        return read_photo(str(records.paths[index]))
+    except PhotoError as error:
+        raise UserError(
+            f"{error}: it could be read when the run began; put it back, or take it out of the data set"
+        ) from error
 
 
 def train_photos(
@@ -210,7 +232,7 @@ class _EvalTask:
         for place, number in enumerate(rows["id"].tolist()):
             if number < len(self.ids):
                 ids[place] = self.ids[number]
-                photos[place], _ = letterbox(read_photo(str(records.paths[ids[place]])), self.imgsz)
+                photos[place], _ = letterbox(_read(records, ids[place]), self.imgsz)
         return {"id": ids, "photo": photos}
 
 

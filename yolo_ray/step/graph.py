@@ -21,7 +21,9 @@ from yolo_ray.step.optim import Optimizer
 from yolo_ray.step.schedule import Controls
 from yolo_ray.step.train_step import StepOptions, TrainStep
 
-WARM_UP_STEPS = 3  # cuDNN and Triton choose and compile kernels in these; none may do so in a capture
+WARM_UP_STEPS = (
+    3  # cuDNN and Triton choose and compile kernels in these; none may do so in a capture
+)
 SMALL = tuple(field.name for field in fields(Batch) if field.name != "photos")
 Key = tuple[int, bool]  # box capacity, update
 
@@ -54,7 +56,9 @@ class GraphedStep:
         self.reason = "graph.mode=off" if mode == "off" else ""
         if not step.flat.state.is_cuda:
             if mode == "require":
-                raise UserError("graph.mode=require needs a GPU: use graph.mode=auto or cluster.gpu=true")
+                raise UserError(
+                    "graph.mode=require needs a GPU: use graph.mode=auto or cluster.gpu=true"
+                )
             self.reason = "there is no GPU"
         self._graphs: dict[Key, _Captured] = {}
         self._inputs: dict[int, Batch] = {}
@@ -183,7 +187,15 @@ class _Snapshot:
         flat = step.flat
         self.device = flat.state.device
         slots = step.optimizer.slots.values()
-        self.tensors = [flat.state, flat.ema, flat.counters, step.pending, step.sums, step.skipped, *slots]
+        self.tensors = [
+            flat.state,
+            flat.ema,
+            flat.counters,
+            step.pending,
+            step.sums,
+            step.skipped,
+            *slots,
+        ]
         self.values = [tensor.clone() for tensor in self.tensors]
         self.random = torch.cuda.get_rng_state(self.device)
 
@@ -195,7 +207,9 @@ class _Snapshot:
 
 def _load(inputs: Batch, batch: Batch) -> None:
     """Copy a batch into the static one."""
-    assert batch.photos.data_ptr() == inputs.photos.data_ptr(), "the graph reads the ring it was captured with"
+    assert batch.photos.data_ptr() == inputs.photos.data_ptr(), (
+        "the graph reads the ring it was captured with"
+    )
     places = [getattr(inputs, name) for name in SMALL]
     sources = [getattr(batch, name) for name in SMALL]
     for name, place, source in zip(SMALL, places, sources, strict=True):

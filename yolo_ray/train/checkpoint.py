@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,23 @@ def save_atomically(payload: Any, path: Path) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def disk_explained(folder: Path) -> Iterator[None]:
+    """A disk that refuses, in a sentence.
+
+    Raises:
+        UserError: instead of OSError.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise UserError(
+            f"{folder} cannot be written ({reason}): free some space or make it writable, then go on with "
+            f"resume={folder}; the checkpoints written before are intact"
+        ) from error
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -20,7 +20,13 @@ from yolo_ray.model.loss import head_gains_at
 from yolo_ray.step.reduce import AllReduce
 from yolo_ray.step.schedule import Schedule
 from yolo_ray.step.train_step import TrainStep
-from yolo_ray.train.checkpoint import Progress, capture_state, save_atomically, save_checkpoint
+from yolo_ray.train.checkpoint import (
+    Progress,
+    capture_state,
+    disk_explained,
+    save_atomically,
+    save_checkpoint,
+)
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
 from yolo_ray.train.metrics import EvalResult
@@ -220,7 +226,8 @@ class _Loop:
             run.progress.best, run.progress.best_epoch = metrics["val/map50_95"], epoch
             run.progress.best_metrics = dict(metrics)
             if run.rank == 0:
-                save_evaluation(run.folder / EVALUATION_FILE, result, run.val)
+                with disk_explained(run.folder):
+                    save_evaluation(run.folder / EVALUATION_FILE, result, run.val)
         run.events.write("val", epoch=epoch + 1, **metrics)
         return metrics
 
@@ -252,8 +259,9 @@ class _Loop:
         averaged = dict(run.step.flat.named(run.step.flat.ema))
         weights = run.detector.net.state_dict() | averaged  # the rest: integer counters
         args = run.config.flat() | {"imgsz": run.config.imgsz, "task": "detect", "epoch": epoch + 1}
-        for name in ("last.pt", "best.pt") if is_best else ("last.pt",):
-            save_weights(run.folder / "weights" / name, run.detector, weights, args)
+        with disk_explained(run.folder):
+            for name in ("last.pt", "best.pt") if is_best else ("last.pt",):
+                save_weights(run.folder / "weights" / name, run.detector, weights, args)
 
     def _checkpoint(self, *, is_best: bool = False) -> None:
         run = self.run
@@ -261,9 +269,10 @@ class _Loop:
         if run.rank == 0:
             run.progress.elapsed_s = time.perf_counter() - self.begin_time
             state = capture_state(run.step, run.progress, run.config.flat(), run.data_digest)
-            path = save_checkpoint(state, run.checkpoints, keep=run.config.checkpoint.keep)
-            if is_best:
-                save_atomically(state, path.with_name("best.pt"))
+            with disk_explained(run.folder):
+                path = save_checkpoint(state, run.checkpoints, keep=run.config.checkpoint.keep)
+                if is_best:
+                    save_atomically(state, path.with_name("best.pt"))
 
     def _picture(self, step: int, batch: Any) -> None:
         images = augment(batch).clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()[:16]

@@ -1,0 +1,142 @@
+"""Train ours and Ultralytics with the same options on the same photos; judge both with our evaluator.
+
+    python benchmarks/accuracy.py --data PATH/data.yaml --out docs/benchmarks/accuracy.json \
+        --seeds 0 1 --options epochs=60 imgsz=320 batch=16 -- cluster.workers=2
+
+``--options`` go to both, what follows ``--`` to ours alone. The photos are copied first, since Ultralytics
+writes cache files beside the labels. Seeds run at the same time; times are therefore not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ULTRALYTICS = """
+import json, sys
+from ultralytics import YOLO
+options = json.loads(sys.argv[1])
+YOLO(options.pop("model")).train(**options)
+"""
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; ``ours`` holds what follows ``--``."""
+    ours = argv[argv.index("--") + 1 :] if "--" in argv else []
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="yolo11n.yaml")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--options", nargs="*", default=[])
+    parser.add_argument("--theirs", nargs="*", default=["workers=2"], help="for Ultralytics alone")
+    arguments = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
+    arguments.ours = ours
+    return arguments
+
+
+def last_json(command: list[str], log: Path) -> dict[str, Any]:
+    """Run a command, keep its output, and return the JSON of its last line."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    log.write_text(done.stdout + done.stderr)
+    if done.returncode != 0:
+        raise RuntimeError(f"{command[2:4]} failed, see {log}:\n{done.stderr[-2000:]}")
+    lines = done.stdout.strip().splitlines()
+    return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
+
+
+def train_ours(arguments: argparse.Namespace, seed: int, folder: Path) -> Path:
+    """The best weights of our run."""
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.train",
+        f"data={arguments.data}",
+        f"model={arguments.model}",
+    ]
+    command += [*arguments.options, *arguments.ours, f"seed={seed}", f"project={folder}/ours{seed}"]
+    return Path(last_json(command, folder / f"ours{seed}.log")["weights"])
+
+
+def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path:
+    """The best weights of Ultralytics' run."""
+    copy = folder / f"photos{seed}"
+    shutil.copytree(arguments.data.parent, copy)
+    given = dict(option.split("=", 1) for option in [*arguments.options, *arguments.theirs])
+    options: dict[str, Any] = {name: _number(value) for name, value in given.items()}
+    options |= {"model": arguments.model, "data": str(copy / arguments.data.name), "seed": seed}
+    options |= {
+        "project": str(folder),
+        "name": f"theirs{seed}",
+        "plots": False,
+        "verbose": False,
+        "amp": False,
+    }
+    command = [sys.executable, "-c", ULTRALYTICS, json.dumps(options)]
+    last_json(command, folder / f"theirs{seed}.log")
+    return folder / f"theirs{seed}" / "weights" / "best.pt"
+
+
+def _number(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def judge(arguments: argparse.Namespace, weights: Path, log: Path) -> dict[str, float]:
+    """Our evaluator's numbers for a weights file."""
+    imgsz = [option for option in arguments.options if option.startswith("imgsz=")]
+    command = [
+        sys.executable,
+        "-m",
+        "pipelines.evaluate",
+        f"weights={weights}",
+        f"data={arguments.data}",
+        *imgsz,
+    ]
+    result = last_json(command, log)
+    return {name: result[name] for name in ("map50", "map50_95")}
+
+
+def main(argv: list[str]) -> int:
+    """Train, judge, write and print the table."""
+    arguments = parse(argv)
+    arguments.data = arguments.data.resolve()
+    folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
+    jobs = [(kind, seed) for seed in arguments.seeds for kind in ("ours", "theirs")]
+    trainers = {"ours": train_ours, "theirs": train_theirs}
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        weights = list(pool.map(lambda job: trainers[job[0]](arguments, job[1], folder), jobs))
+    rows = [
+        {
+            "trainer": kind,
+            "seed": seed,
+            **judge(arguments, path, folder / f"judge_{kind}{seed}.log"),
+        }
+        for (kind, seed), path in zip(jobs, weights, strict=True)
+    ]
+    means = {
+        kind: statistics.mean(row["map50"] for row in rows if row["trainer"] == kind)
+        for kind in trainers
+    }
+    result = {"command": " ".join(argv), "cpus": os.cpu_count(), "rows": rows, "mean_map50": means}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,245 @@
+"""One graph replay a step on a real GPU: equal to the eager step, silent, and without a trace of its capture."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from yolo_ray.augment.device import augment, normalised
+from yolo_ray.bench.compare import build_step
+from yolo_ray.bench.scene import make_batches, make_records
+from yolo_ray.data.batch import Batch, PhotoRing
+from yolo_ray.errors import UserError
+from yolo_ray.model.loss import head_gains_at
+from yolo_ray.model.norm import synchronise
+from yolo_ray.step.graph import GraphedStep, Step
+from yolo_ray.step.precision import set_kernels
+from yolo_ray.step.reduce import distributed_reduce
+from yolo_ray.step.schedule import Controls
+from yolo_ray.step.train_step import StepOptions, TrainStep
+
+pytestmark = pytest.mark.gpu
+
+IMGSZ, BATCH, BOXES = 128, 4, 6
+NAMES = make_records(1).names
+CUDA = torch.device("cuda")
+FAMILIES = ("yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml")
+
+
+@pytest.fixture(autouse=True)
+def deterministic_kernels() -> Iterator[None]:
+    set_kernels("fp32", deterministic=True)
+    yield
+    set_kernels("fp32", deterministic=False)
+
+
+@pytest.fixture(scope="module")
+def batches() -> list[Batch]:
+    return make_batches(BATCH, IMGSZ, BOXES, CUDA)
+
+
+def make_step(
+    model: str = "yolo11n.yaml", optimizer: str = "SGD", precision: str = "bf16"
+) -> TrainStep:
+    options = StepOptions(
+        batch=BATCH, imgsz=IMGSZ, gains=(7.5, 0.5, 1.5), clip_norm=10.0, optimizer=optimizer, momentum=0.9,
+        precision=precision,
+    )  # fmt: skip
+    return build_step(model, NAMES, options, CUDA, channels_last=True)
+
+
+def run(step: Step, batch: Batch, *, lr: float = 1e-3, update: bool = True) -> None:
+    step.set_controls(Controls(lr, lr, 0.9, 5e-4, 0.99), head_gains_at(0, 10, step.num_heads))
+    step(batch, update=update)
+
+
+def state_of(step: Step) -> dict[str, Tensor]:
+    flat = step.flat
+    named = {
+        "state": flat.state,
+        "ema": flat.ema,
+        "counters": flat.counters,
+        "pending": step.pending,
+    }
+    return {
+        k: v.clone() for k, v in {**named, **step.optimizer.slots, "skipped": step.skipped}.items()
+    }
+
+
+def assert_equal(ours: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    for key, value in other.items():
+        gap = (ours[key].double() - value.double()).abs().max().item()
+        assert torch.equal(ours[key], value), f"{key} differs by {gap:.3g}"
+
+
+def test_pixels_equal_those_of_the_cpu(batches: list[Batch]) -> None:
+    for batch in batches:
+        here = normalised(batch, torch.float32)
+        there = augment(batch.to("cpu")) / 255
+        assert torch.equal(here.cpu(), there)
+        assert torch.equal(normalised(batch, torch.bfloat16).cpu(), there.bfloat16())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "MuSGD"])
+@pytest.mark.parametrize("model", FAMILIES)
+def test_graph_equals_eager(
+    model: str, optimizer: str, precision: str, batches: list[Batch]
+) -> None:
+    eager = make_step(model, optimizer, precision)
+    graphed = GraphedStep(make_step(model, optimizer, precision), mode="require")
+    assert_equal(state_of(graphed), state_of(eager))
+    for number, update in enumerate([False, True, True, False, True]):
+        run(eager, batches[number % 4], update=update)
+        run(graphed, batches[number % 4], update=update)
+        assert_equal(state_of(graphed), state_of(eager))
+    assert graphed.read_sums() == eager.read_sums()
+    assert (graphed.captures, graphed.replays) == (2, 5)
+
+
+def test_capture_leaves_no_trace(batches: list[Batch]) -> None:
+    step = make_step()
+    torch.manual_seed(5)
+    before, random = state_of(step), torch.cuda.get_rng_state()
+    graphed = GraphedStep(step, mode="require")
+    assert graphed._try_capture((len(batches[0].boxes), True), batches[0])
+    assert_equal(state_of(graphed), before)
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert not step.sums.any()
+
+
+def test_the_host_never_waits() -> None:
+    rows = make_batches(BATCH, IMGSZ, BOXES, CUDA)
+    graphed = GraphedStep(make_step(), mode="require")
+    run(graphed, rows[0])
+    ring, photos = (
+        PhotoRing(BATCH, IMGSZ, 8, CUDA),
+        torch.zeros(BATCH, IMGSZ, IMGSZ, 3, dtype=torch.uint8),
+    )
+    ring.put(0, photos)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(100):
+            ring.put(number + 1, photos)
+            run(graphed, rows[number % 4])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert graphed.replays == 101
+
+
+def test_eager_step_never_waits(batches: list[Batch]) -> None:
+    step = make_step("yolo26n.yaml", "MuSGD")
+    run(step, batches[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(step, batches[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(batches: list[Batch]) -> None:
+    step = make_step()
+    poison = torch.zeros((), device=CUDA)
+    step.reduce = lambda wire: wire[7].add_(poison)
+    graphed = GraphedStep(step, mode="require")
+    run(graphed, batches[0])
+    before = state_of(graphed)
+    poison.fill_(float("inf"))
+    run(graphed, batches[1])
+    after = state_of(graphed)
+    assert int(after.pop("skipped")) == int(before.pop("skipped")) + 1
+    after.pop("counters"), before.pop("counters")  # how many batches were seen, not a statistic
+    assert_equal(after, before)
+    poison.zero_()
+    run(graphed, batches[2])
+    assert not torch.equal(graphed.flat.state, before["state"]), "training goes on"
+
+
+def test_a_changed_rate_takes_effect_in_the_next_replay(batches: list[Batch]) -> None:
+    graphed = GraphedStep(make_step(), mode="require")
+    run(graphed, batches[0])
+    before = graphed.flat.params.clone()
+    run(graphed, batches[1], lr=0.0)
+    assert torch.equal(graphed.flat.params, before)
+    run(graphed, batches[1], lr=1e-2)
+    assert not torch.equal(graphed.flat.params, before)
+    assert graphed.captures == 1
+
+
+def test_memory_stays_flat(batches: list[Batch]) -> None:
+    graphed = GraphedStep(make_step(), mode="require")
+    for number in range(20):
+        run(graphed, batches[number % 4])
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for number in range(500):
+        run(graphed, batches[number % 4])
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_a_batch_without_boxes(model: str, batches: list[Batch]) -> None:
+    empty = dataclasses.replace(batches[0], valid=torch.zeros_like(batches[0].valid))
+    graphed = GraphedStep(make_step(model), mode="require")
+    run(graphed, batches[0])
+    run(graphed, empty)
+    sums = graphed.read_sums()
+    assert sums["skipped"] == 0 and all(value == value for value in sums.values())
+
+
+def test_another_shape_is_refused(batches: list[Batch]) -> None:
+    graphed = GraphedStep(make_step(), mode="require")
+    run(graphed, batches[0])
+    with pytest.raises(ValueError, match="picks is torch.int64"):
+        run(graphed, dataclasses.replace(batches[0], picks=batches[0].picks[:2]))
+
+
+def make_unfit_step() -> TrainStep:
+    step = make_step()
+    step.reduce = lambda wire: wire.add_(wire.sum().item() * 0)  # a host read: no capture can do it
+    return step
+
+
+def test_auto_falls_back_with_one_warning(batches: list[Batch]) -> None:
+    said: list[str] = []
+    graphed, eager = GraphedStep(make_unfit_step(), warn=said.append), make_unfit_step()
+    for number in range(3):
+        run(graphed, batches[number])
+        run(eager, batches[number])
+    assert len(said) == 1 and "cannot be captured" in said[0]
+    assert graphed.replays == 0 and graphed.reason
+    assert_equal(state_of(graphed), state_of(eager))
+    with pytest.raises(UserError, match="graph.mode=require"):
+        run(GraphedStep(make_unfit_step(), mode="require"), batches[0])
+
+
+def test_collectives_are_captured(batches: list[Batch], tmp_path: Path) -> None:
+    """Synchronised batch norm and the gradient's all-reduce through NCCL, started and ended three times."""
+    eager = make_step()
+    synchronise(eager.detector.net, lambda sums: None)
+    for number in range(3):
+        run(eager, batches[number])
+    for cycle in range(3):
+        dist.init_process_group(
+            "nccl", init_method=f"file://{tmp_path}/store{cycle}", rank=0, world_size=1
+        )
+        step = make_step()
+        synchronise(step.detector.net, distributed_reduce)
+        step.reduce = distributed_reduce
+        graphed = GraphedStep(step, mode="require")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for number in range(3):
+                run(graphed, batches[number])
+        assert_equal(state_of(graphed), state_of(eager))
+        graphed.release()
+        dist.destroy_process_group()

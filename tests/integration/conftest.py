@@ -1,0 +1,128 @@
+"""One Ray head for all integration tests, and pipelines run as a user runs them: as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+SETTINGS = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pipeline left: exit code, the JSON of the last line of stdout, and stderr."""
+
+    code: int
+    result: dict[str, Any]
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Head:
+    """A running Ray head with two CPUs."""
+
+    address: str
+    dashboard: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment of a client."""
+        return {**os.environ, **SETTINGS, "RAY_ADDRESS": self.address}
+
+    def start(
+        self, pipeline: str, *arguments: str, cwd: Path | None = None
+    ) -> subprocess.Popen[str]:
+        """``python -m pipelines.<pipeline>`` as a process."""
+        command = [sys.executable, "-m", f"pipelines.{pipeline}", *arguments]
+        return subprocess.Popen(
+            command, env=self.env, cwd=cwd or "/", text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )  # fmt: skip
+
+    def finish(self, process: subprocess.Popen[str]) -> Outcome:
+        """Wait for a pipeline."""
+        try:
+            stdout, stderr = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        lines = stdout.strip().splitlines()
+        return Outcome(process.returncode, json.loads(lines[-1]) if lines else {}, stderr)
+
+    def run(self, pipeline: str, *arguments: str, cwd: Path | None = None) -> Outcome:
+        """Run a pipeline to its end."""
+        return self.finish(self.start(pipeline, *arguments, cwd=cwd))
+
+
+@pytest.fixture(scope="session")
+def head() -> Iterator[Head]:
+    """Ray with its dashboard on free ports of 127.0.0.1, ended by its own process."""
+    port, dashboard = free_port(), free_port()
+    with tempfile.TemporaryDirectory(
+        prefix="yr", dir="/tmp"
+    ) as folder:  # socket paths must be short
+        command = [
+            str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
+            f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--num-cpus=2", "--num-gpus=0",
+            f"--temp-dir={folder}", "--object-store-memory=500000000",
+        ]  # fmt: skip
+        with open(Path(folder) / "start.log", "w") as log:
+            process = subprocess.Popen(
+                command, env={**os.environ, **SETTINGS}, stdout=log, stderr=log, start_new_session=True
+            )  # fmt: skip
+        try:
+            wait_for(
+                lambda: answers(f"http://127.0.0.1:{dashboard}/api/version"), 90, "the Ray head"
+            )
+            yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The first true value of ``condition``; fails after ``seconds``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+        time.sleep(0.1)
+    pytest.fail(f"waited {seconds} s for {what}")
