@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,6 +27,7 @@ SETTINGS = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONPATH": str(ROOT),
+    "PATH": f"{BIN}:{os.environ['PATH']}",  # a job's `python` is what the head finds: the environment is activated
 }
 
 
@@ -50,6 +52,7 @@ class Head:
 
     address: str
     dashboard: str
+    pid: int
 
     @property
     def env(self) -> dict[str, str]:
@@ -79,6 +82,11 @@ class Head:
         """Run a pipeline to its end."""
         return self.finish(self.start(pipeline, *arguments, cwd=cwd))
 
+    def train_workers(self) -> list[int]:
+        """Process ids of this head's training workers, and of no other cluster's."""
+        family = psutil.Process(self.pid).children(recursive=True)
+        return sorted(p.pid for p in family if "RayTrainWorker" in " ".join(p.cmdline()))
+
 
 @pytest.fixture(scope="session")
 def head() -> Iterator[Head]:
@@ -100,7 +108,7 @@ def head() -> Iterator[Head]:
             wait_for(
                 lambda: answers(f"http://127.0.0.1:{dashboard}/api/version"), 90, "the Ray head"
             )
-            yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}")
+            yield Head(f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}", process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -145,13 +144,9 @@ def test_a_killed_worker_is_survived(head: Head, data: Path, tmp_path: Path) -> 
     process = head.start("train", f"data={data}", f"project={tmp_path}", *options, *SMALL)
     run = tmp_path / "train"
     wait_for(lambda: steps_done(run) >= 5 or process.poll() is not None, 120, "five steps")
-    victims = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if "RayTrainWorker" in " ".join(p.info["cmdline"] or [])
-    ]
+    victims = head.train_workers()
     assert len(victims) >= 2
-    os.kill(max(p.pid for p in victims), signal.SIGKILL)
+    os.kill(victims[-1], signal.SIGKILL)
     outcome = head.finish(process)
     assert outcome.code == 0, outcome.stderr
     resumed = [

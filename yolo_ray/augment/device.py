@@ -37,15 +37,17 @@ def augment(batch: Batch) -> Tensor:
     return hsv(images, batch.hsv)
 
 
-def normalised(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The batch's images as the network wants them: [b,3,S,S] in 0..1.
+def normalised(batch: Batch, dtype: torch.dtype, channels: int = 3) -> Tensor:
+    """The batch's images as the network wants them: [b,channels,S,S] in 0..1.
 
-    On a GPU one kernel does it all, with the same pixels, and the memory is channels last.
+    On a GPU one kernel does it all, with the same pixels, and the memory is channels last; there
+    ``channels`` may be a larger power of two, and the rest is zero.
     """
     if batch.photos.is_cuda:
         from yolo_ray.augment.fused import fused_images  # Triton comes with torch for GPUs only
 
-        return fused_images(batch, dtype)
+        return fused_images(batch, dtype, channels)
+    assert channels == 3
     return (augment(batch) / 255).to(dtype)
 
 

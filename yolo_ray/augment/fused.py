@@ -5,6 +5,8 @@ Every operation is the one that device.py does, rounded the same way: division i
 the compiler may not fuse a product and a sum.
 """
 
+# A launch gives plain numbers for constexpr parameters.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import torch
@@ -20,10 +22,13 @@ BLOCK = 256  # output pixels of one program
 ROUNDER = tl.constexpr(12582912.0)
 
 
-def fused_images(batch: Batch, dtype: torch.dtype) -> Tensor:
-    """The augmented images in 0..1, [b,3,S,S] of ``dtype``, channels last in memory."""
+def fused_images(batch: Batch, dtype: torch.dtype, channels: int) -> Tensor:
+    """The augmented images in 0..1, [b,channels,S,S] of ``dtype``, channels last in memory.
+
+    ``channels`` is 3, or a larger power of two: the rest is zero.
+    """
     side, rows = batch.photos.shape[-1], len(batch.picks)
-    images = torch.empty((rows, side, side, 3), dtype=dtype, device=batch.photos.device)
+    images = torch.empty((rows, side, side, channels), dtype=dtype, device=batch.photos.device)
     _images_kernel[(triton.cdiv(side * side, BLOCK), rows)](
         images,
         batch.photos,
@@ -35,6 +40,7 @@ def fused_images(batch: Batch, dtype: torch.dtype) -> Tensor:
         batch.inverse,
         batch.hsv,
         SIDE=side,
+        CHANNELS=channels,
         BLOCK=BLOCK,
         enable_fp_fusion=False,
     )
@@ -127,6 +133,7 @@ def _images_kernel(  # noqa: PLR0913 (as above)
     inverse,
     hsv,
     SIDE: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(1)
@@ -162,8 +169,15 @@ def _images_kernel(  # noqa: PLR0913 (as above)
         red, green, blue, turn, tl.load(hsv + row * 3 + 1), tl.load(hsv + row * 3 + 2)
     )
     scale = tl.full((BLOCK,), 255.0, tl.float32)
-    place = images + (row.to(tl.int64) * (SIDE * SIDE) + pixel) * 3
+    red, green, blue = tl.div_rn(red, scale), tl.div_rn(green, scale), tl.div_rn(blue, scale)
+    place = images + (row.to(tl.int64) * (SIDE * SIDE) + pixel) * CHANNELS
     kind = images.dtype.element_ty
-    tl.store(place, tl.div_rn(red, scale).to(kind), inside)
-    tl.store(place + 1, tl.div_rn(green, scale).to(kind), inside)
-    tl.store(place + 2, tl.div_rn(blue, scale).to(kind), inside)
+    if CHANNELS == 3:
+        tl.store(place, red.to(kind), inside)
+        tl.store(place + 1, green.to(kind), inside)
+        tl.store(place + 2, blue.to(kind), inside)
+    else:
+        c = tl.arange(0, CHANNELS)[None, :]
+        value = tl.where(c == 0, red[:, None], tl.where(c == 1, green[:, None], blue[:, None]))
+        value = tl.where(c < 3, value, 0.0).to(kind)
+        tl.store(place[:, None] + c, value, inside[:, None])

@@ -25,12 +25,11 @@ from yolo_ray.data.batch import Batch
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import build_detector
 from yolo_ray.model.loss import head_gains_at
-from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.build import build_step
 from yolo_ray.step.graph import GraphedStep, Step
 from yolo_ray.step.precision import resolve_precision, set_kernels
-from yolo_ray.step.reduce import no_reduce
 from yolo_ray.step.schedule import Controls
-from yolo_ray.step.train_step import StepOptions, TrainStep
+from yolo_ray.step.train_step import StepOptions
 
 WARM_UP = {"cuda": 8, "cpu": 1}
 CONTROLS = Controls(lr=1e-3, lr_bias=1e-3, momentum=0.9, weight_decay=5e-4, ema_decay=0.99)
@@ -89,6 +88,8 @@ class _Case:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
+        # Ultralytics does not ask cuDNN to measure its kernels, and is not slowed down by it here.
+        torch.backends.cudnn.benchmark = not self.config.deterministic and variant != "ultralytics"
         call, close = self._rival() if variant == "ultralytics" else self._ours(variant)
         call(0)
         self._wait()
@@ -130,15 +131,13 @@ class _Case:
             torch.cuda.synchronize()
 
     def _ours(self, variant: str) -> tuple[Callable[[int], None], Callable[[], None]]:
-        step = build_step(
-            self.model, self.names,
-            StepOptions(
-                batch=self.batch, imgsz=self.imgsz, gains=(7.5, 0.5, 1.5), clip_norm=10.0,
-                optimizer=self.config.optimizer, momentum=0.9, precision=self.precision,
-                compile="model" if variant.endswith("compile") else "off",
-            ),
-            self.device, channels_last=self.config.channels_last,
+        options = StepOptions(
+            batch=self.batch, imgsz=self.imgsz, gains=(7.5, 0.5, 1.5), clip_norm=10.0,
+            optimizer=self.config.optimizer, momentum=0.9, precision=self.precision,
+            compile="model" if variant.endswith("compile") else "off",
         )  # fmt: skip
+        detector = build_detector(self.model, self.names, imgsz=self.imgsz, seed=0)
+        step = build_step(detector.to(self.device).train(), options)
         graphed = GraphedStep(step, mode="require" if variant.startswith("graph") else "off")
         return lambda number: run_step(
             graphed, self.batches[number % len(self.batches)]
@@ -148,24 +147,6 @@ class _Case:
         detector = build_detector(self.model, self.names, imgsz=self.imgsz, seed=0).to(self.device)
         pairs: list[tuple[Tensor, Batch]] = [(augment(b).byte(), b) for b in self.batches]
         return Rival(detector, pairs, bf16=self.precision == "bf16"), lambda: None
-
-
-def build_step(
-    model: str,
-    names: tuple[str, ...],
-    options: StepOptions,
-    device: torch.device,
-    *,
-    channels_last: bool,
-) -> TrainStep:
-    """A training step of one worker."""
-    detector = build_detector(model, names, imgsz=options.imgsz, seed=0).to(device).train()
-    flat = FlatModel(
-        detector,
-        muon=options.optimizer == "MuSGD",
-        channels_last=channels_last and device.type == "cuda",
-    )
-    return TrainStep(detector, flat, options, no_reduce)
 
 
 def run_step(step: Step, batch: Batch) -> None:
@@ -184,7 +165,7 @@ def profile(call: Callable[[int], None], *, top: int, title: str, steps: int = 3
         torch.cuda.synchronize()
     launches, kernels = 0, {}
     for event in profiler.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.key] = (event.self_device_time_total / 1e3 / steps, event.count // steps)
         elif "Launch" in event.key or "MemcpyAsync" in event.key or "MemsetAsync" in event.key:
             launches += event.count

@@ -44,7 +44,6 @@ class BenchConfig(Section):
     deterministic: bool = Field(
         default=False, description="deterministic kernels only, for all variants"
     )
-    channels_last: bool = Field(default=True, description="memory layout of our filters on a GPU")
     steps: Count | None = Field(
         default=None, description="steps of a block; null: 30 on a GPU, 2 on a CPU"
     )

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,10 +245,8 @@ def _build_job(
     )  # fmt: skip
 
 
-def _run_workers(
-    job: Job, entry: Callable[[dict[str, Any]], None], max_failures: int
-) -> dict[str, float]:
-    """Run ``entry`` on every worker through the failures allowed; returns rank 0's last report."""
+def _run_workers(job: Job, entry: Callable[[dict[str, Any]], Any], max_failures: int) -> Any:
+    """Run ``entry`` on every worker through the failures allowed; what it returned on rank 0."""
     placement = job.placement
     trainer = TorchTrainer(
         entry,
@@ -267,7 +266,7 @@ def _run_workers(
         ),
     )
     try:
-        result = trainer.fit()
+        result = _fit_in_thread(trainer)
     except ray.train.TrainingFailedError as error:
         raise _explained(job, error) from error
     except OutOfMemoryError as error:
@@ -279,7 +278,22 @@ def _run_workers(
         raise UserError(failure.read_text())
     if (job.folder / "stop").exists():
         raise StopRequested(f"stopped on request; go on with: resume={job.folder}")
-    return dict(result.metrics or {})
+    return result.return_value
+
+
+def _fit_in_thread(trainer: TorchTrainer) -> ray.train.Result:
+    """``trainer.fit()`` beside the main thread, where Ray would take Ctrl-C away from ``_stop_on_signals``."""
+    outcome: Future[ray.train.Result] = Future()
+
+    def fit() -> None:
+        try:
+            outcome.set_result(trainer.fit())
+        except BaseException as error:  # raised again in the main thread
+            outcome.set_exception(error)
+
+    # A daemon, so that a second Ctrl-C ends the process without waiting for the workers.
+    threading.Thread(target=fit, name="fit", daemon=True).start()
+    return outcome.result()
 
 
 def _explained(job: Job, error: Exception) -> Exception:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import ray
@@ -39,6 +39,7 @@ from yolo_ray.train.loop import Run, fit
 from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import NullTracker, Tracker
 
+T = TypeVar("T")
 FAILURE_FILE = "failure.txt"
 EVAL_CACHE_BYTES = 256 * 2**20
 
@@ -87,20 +88,20 @@ def train_worker(settings: dict[str, Any]) -> None:
     _guarded(job, partial(_train, job))
 
 
-def evaluate_worker(settings: dict[str, Any]) -> None:
-    """Entry of an evaluation worker; Ray Train's report carries the metrics to the driver."""
+def evaluate_worker(settings: dict[str, Any]) -> dict[str, float] | None:
+    """Entry of an evaluation worker; Ray Train hands rank 0's metrics to the driver."""
     job: Job = settings["job"]
-    _guarded(job, partial(_evaluate_file, job))
+    return _guarded(job, partial(_evaluate_file, job))
 
 
-def _guarded(job: Job, work: Callable[[Here], None]) -> None:
+def _guarded(job: Job, work: Callable[[Here], T]) -> T | None:
     here = _start(job)
     if (job.folder / FAILURE_FILE).exists():
-        return  # a restart after a user's mistake: nothing would change, the driver reads the reason
+        return None  # a restart after a user's mistake: nothing would change, the driver reads the reason
     try:
-        work(here)
+        return work(here)
     except StopRequested:
-        return
+        return None
     except BaseException as error:
         _note(job.folder, here.rank, find_user_error(error))
         raise
@@ -248,8 +249,7 @@ def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], Ev
     )
 
 
-def _evaluate_file(job: Job, here: Here) -> None:
+def _evaluate_file(job: Job, here: Here) -> dict[str, float]:
     assert job.weights is not None
     detector = load_detector(job.weights).to(here.device)
-    result = _build_evaluate(job, detector, here)()
-    ray.train.report(result.metrics)
+    return _build_evaluate(job, detector, here)().metrics

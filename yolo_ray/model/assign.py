@@ -105,6 +105,12 @@ def _owners(
     rows = truth.boxes.shape[0]
     assert rows > 0, "the capacity of the flat list is at least one row"
     device = truth.boxes.device
+    if truth.boxes.is_cuda and truth.boxes.dtype == torch.float32:
+        from yolo_ray.model.fused_assign import (
+            fused_claims,  # Triton comes with torch for GPUs only
+        )
+
+        return _owner_rows(*fused_claims(*anchors, truth, topk, min_side), rows)
     row_G = torch.arange(rows, device=device)
     best_BA = torch.zeros(batch, count, dtype=torch.int64, device=device)
     claims, lives = [], []
@@ -124,9 +130,16 @@ def _owners(
     highest = _peaks((row_G[:, None] + 1).expand_as(claim), claim, live, batch * count)
     lowest = rows - _peaks((rows - row_G[:, None]).expand_as(claim), claim, live, batch * count)
     highest, lowest = (highest - 1).view(batch, count), lowest.view(batch, count)
-    claimed = highest >= 0
-    contested = claimed & (highest != lowest)
-    row = torch.where(contested, rows - 1 - (best_BA & LOW_32), highest.clamp(min=0))
+    return _owner_rows(best_BA, highest, lowest, rows)
+
+
+def _owner_rows(
+    best_BA: Tensor, highest_BA: Tensor, lowest_BA: Tensor, rows: int
+) -> tuple[Tensor, Tensor]:
+    """The owner of each anchor: its one claimer, or the best overlap where several claim it."""
+    claimed = highest_BA >= 0
+    contested = claimed & (highest_BA != lowest_BA)
+    row = torch.where(contested, rows - 1 - (best_BA & LOW_32), highest_BA.clamp(min=0))
     return row, claimed
 
 
@@ -148,9 +161,14 @@ def _alignment(anchors: _Anchors, truth: Truth, min_side: float) -> tuple[Tensor
 
 def _alignment_of_owner(anchors: _Anchors, truth: Truth, row_BA: Tensor) -> tuple[Tensor, Tensor]:
     """Overlap and alignment of each anchor with the box it belongs to, [B,A] each."""
-    overlap = ciou(truth.boxes[row_BA], anchors.boxes_BA4).clamp(min=0)
+    overlap = ciou(rows_of(truth.boxes, row_BA), anchors.boxes_BA4).clamp(min=0)
     logits = anchors.scores_BCA.gather(1, truth.classes[row_BA][:, None]).squeeze(1)
-    return overlap, _aligned(logits, overlap)
+    return overlap, _aligned(logits.to(overlap.dtype), overlap)
+
+
+def rows_of(values_G4: Tensor, row_BA: Tensor) -> Tensor:
+    """``values[row]``, [B,A,4], every column a contiguous plane (rows of 16 bytes are slow to gather)."""
+    return values_G4.T.contiguous()[:, row_BA].movedim(0, -1)
 
 
 def _aligned(logits: Tensor, overlap: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ class Detector(nn.Module):
         self.strides: tuple[int, ...] = tuple(int(stride) for stride in head.stride.tolist())
         self.dual: bool = getattr(head, "one2one_cv2", None) is not None
         self.loaded = loaded
+        self.trained_imgsz: int | None = None  # what the weights file says, if there is one
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(".dfl." not in name)
 
@@ -146,6 +147,9 @@ def load_detector(path: str | Path) -> Detector:
             f"weights {path} hold {found} of the {total} tensors of their own architecture: "
             "pass the file that training wrote, not a pruned or exported one"
         )
+    args: Any = source.args
+    imgsz = args.get("imgsz")
+    detector.trained_imgsz = imgsz if isinstance(imgsz, int) else None
     return detector.eval()
 
 
@@ -258,6 +262,8 @@ def _read_network(model: str) -> DetectionModel:
         )
     if net.is_fused():
         raise UserError(f"model={model} is fused for inference: pass the .pt that training wrote")
+    args: Any = checkpoint.get("train_args") or {}
+    net.__dict__["args"] = dict(args)
     return net.float()
 
 

@@ -5,14 +5,22 @@ Shapes: B images, A anchors, C classes, G rows of the flat ground-truth list, H 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from yolo_ray.model.assign import CHUNK, ONE_TO_MANY, ONE_TO_ONE, Rule, Truth, assign
+from yolo_ray.model.assign import (
+    CHUNK,
+    ONE_TO_MANY,
+    ONE_TO_ONE,
+    Rule,
+    Truth,
+    assign,
+    rows_of,
+)
 from yolo_ray.model.boxes import (
     HeadOutput,
     boxes_from_distances,
@@ -58,6 +66,35 @@ def head_gains_at(epoch: int, epochs: int, heads: int = 2) -> tuple[float, ...]:
     return many, max(1.0 - many, 0)
 
 
+class _Terms(NamedTuple):
+    """The passes over all logits: in torch, or fused for a GPU."""
+
+    distances: Callable[[Tensor, int], Tensor]
+    distances_and_dfl: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    classes: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _distances_and_dfl(raw: Tensor, wanted: Tensor, reg_max: int) -> tuple[Tensor, Tensor]:
+    return expected_distances(raw, reg_max), dfl_loss(raw, wanted, reg_max)
+
+
+def _class_loss(logits_BCA: Tensor, classes_BA: Tensor, weight_BA: Tensor) -> Tensor:
+    target = torch.zeros_like(logits_BCA)
+    target.scatter_(1, classes_BA[:, None], weight_BA[:, None])
+    return functional.binary_cross_entropy_with_logits(logits_BCA, target, reduction="sum")
+
+
+TORCH_TERMS = _Terms(expected_distances, _distances_and_dfl, _class_loss)
+
+
+def _fused_terms() -> _Terms:
+    from yolo_ray.model import fused_loss  # Triton comes with torch for GPUs only
+
+    return _Terms(
+        fused_loss.decoded_distances, fused_loss.distances_and_dfl, fused_loss.class_loss
+    )
+
+
 class DetectionLoss:
     """Assignment, CIoU, classification and distance loss of one or two heads."""
 
@@ -87,46 +124,53 @@ class DetectionLoss:
         dtype = torch.float64 if precise else torch.float32
         truth = Truth(boxes.to(dtype), classes, image_index, valid)
         grid = self._grid(imgsz, boxes.device, dtype)
+        if precise or not boxes.is_cuda:
+            terms = TORCH_TERMS
+            heads = [HeadOutput(*(part.to(dtype) for part in head)) for head in heads]
+        else:
+            terms = _fused_terms()
         sums = [
-            self._head_sums(
-                HeadOutput(*(part.to(dtype) for part in head)), truth, grid, rule, imgsz
-            )
+            self._head_sums(head, truth, grid, rule, (imgsz, terms))
             for head, rule in zip(heads, self._rules, strict=True)
         ]
         return LossSums(torch.stack([s.items for s in sums]), torch.stack([s.scores for s in sums]))
 
     def _head_sums(
-        self, head: HeadOutput, truth: Truth, grid: tuple[Tensor, Tensor], rule: Rule, imgsz: int
+        self,
+        head: HeadOutput,
+        truth: Truth,
+        grid: tuple[Tensor, Tensor],
+        rule: Rule,
+        how: tuple[int, _Terms],
     ) -> LossSums:
         """Items [3] and score sum [] of one head."""
         points, strides = grid
-        distances = expected_distances(head.boxes, self._reg_max)
-        predicted = boxes_from_distances(distances, points, strides)
+        imgsz, terms = how
+        raw = head.boxes if self._reg_max > 1 else head.boxes.to(points.dtype)
+        with torch.no_grad():
+            predicted = boxes_from_distances(terms.distances(raw, self._reg_max), points, strides)
         row, weight = assign(
             head.scores.detach(),
-            predicted.detach(),
+            predicted,
             points,
             truth,
             rule,
             min_side=self._strides[min(1, len(self._strides) - 1)],
             chunk=self._chunk,
         )
-        target_scores = torch.zeros_like(head.scores)
-        target_scores.scatter_(1, truth.classes[row][:, None], weight[:, None])
-        cls = functional.binary_cross_entropy_with_logits(
-            head.scores, target_scores, reduction="sum"
-        )
+        cls = terms.classes(head.scores, truth.classes[row], weight)
         # Background gets a harmless box on both sides: 0 * finite is 0, 0 * inf would be NaN.
         foreground = (weight > 0)[..., None]
         cell = torch.cat((points - strides[:, None], points + strides[:, None]), 1)
-        target = torch.where(foreground, truth.boxes[row], cell)
-        overlap = ciou(torch.where(foreground, predicted, cell), target)
-        box = ((1 - overlap) * weight).sum()
+        target = torch.where(foreground, rows_of(truth.boxes, row), cell)
         wanted = distances_from_boxes(target, points, strides)
         if self._reg_max > 1:
-            side = dfl_loss(head.boxes, wanted, self._reg_max)
+            distances, side = terms.distances_and_dfl(raw, wanted, self._reg_max)
         else:
-            side = ((distances - wanted) * (strides / imgsz)).abs().mean(1)
+            distances, side = raw, ((raw - wanted) * (strides / imgsz)).abs().mean(1)
+        predicted = boxes_from_distances(distances, points, strides)
+        overlap = ciou(torch.where(foreground, predicted, cell), target)
+        box = ((1 - overlap) * weight).sum()
         return LossSums(torch.stack((box, cls, (side * weight).sum())), weight.sum())
 
     def _grid(self, imgsz: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,8 @@ from torch.autograd import Function
 Reduce = Callable[[Tensor], object]
 """Adds a tensor up over all workers, in place."""
 
+SILU_AFTER_NORM = ("Conv", "DWConv")  # Ultralytics' modules that compute act(bn(conv(x)))
+
 
 def synchronise(net: nn.Module, reduce: Reduce) -> int:
     """Make every ``BatchNorm2d`` of ``net`` use the statistics of all workers; how many there are.
@@ -35,12 +37,42 @@ def synchronise(net: nn.Module, reduce: Reduce) -> int:
     return swapped
 
 
+def fuse(net: nn.Module) -> int:
+    """Compute every batch norm of ``net``, and the SiLU behind it, by kernels of ours; how many.
+
+    For a net on a GPU whose filters lie channels last. Call it after ``synchronise``, if that is called.
+    """
+    fused = 0
+    for parent in net.modules():
+        if type(parent) is nn.Upsample and parent.mode == "nearest":
+            setattr(parent, "__class__", NearestUpsample)  # noqa: B010 (a type checker refuses it)
+        for name, module in parent.named_children():
+            if type(module) is not nn.BatchNorm2d and type(module) is not SyncedBatchNorm2d:
+                continue
+            module.__dict__.setdefault("reduce", None)
+            module.__dict__["act"] = None
+            setattr(module, "__class__", FusedBatchNorm2d)  # noqa: B010 (a type checker refuses it)
+            fused += 1
+            act = dict(parent.named_children()).get("act")
+            if name == "bn" and type(parent).__name__ in SILU_AFTER_NORM and type(act) is nn.SiLU:
+                module.__dict__["act"] = act
+                parent.add_module("act", nn.Identity())
+    return fused
+
+
 def desynchronise(net: nn.Module) -> int:
-    """Undo ``synchronise``: plain ``BatchNorm2d`` again; how many were changed."""
+    """Undo ``synchronise`` and ``fuse``: plain ``BatchNorm2d`` again; how many were changed."""
     changed = 0
+    for parent in net.modules():
+        bn = dict(parent.named_children()).get("bn")
+        if isinstance(bn, FusedBatchNorm2d) and bn.act is not None:
+            parent.add_module("act", bn.act)
     for module in net.modules():
-        if type(module) is SyncedBatchNorm2d:
+        if type(module) is NearestUpsample:
+            setattr(module, "__class__", nn.Upsample)  # noqa: B010 (as below)
+        if type(module) is SyncedBatchNorm2d or type(module) is FusedBatchNorm2d:
             del module.__dict__["reduce"]
+            module.__dict__.pop("act", None)
             setattr(module, "__class__", nn.BatchNorm2d)  # noqa: B010 (a type checker refuses it)
             changed += 1
     return changed
@@ -80,6 +112,32 @@ class SyncedBatchNorm2d(nn.BatchNorm2d):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
             self.num_batches_tracked.add_(1)
         return result
+
+
+class NearestUpsample(nn.Upsample):
+    """Copies pixels in the type they have; autocast would widen them, and all that follows, to float32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Nearest neighbours of [B,C,H,W]."""
+        with torch.autocast(input.device.type, enabled=False):
+            return super().forward(input)
+
+
+class FusedBatchNorm2d(nn.BatchNorm2d):
+    """``BatchNorm2d`` and the SiLU behind it in one; made by ``fuse`` only."""
+
+    reduce: Reduce | None
+    act: nn.Module | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise [B,C,H,W] and apply ``act`` if there is one; in eval mode as torch does."""
+        if not self.training:
+            result = super().forward(input)
+            return result if self.act is None else self.act(result)
+        from yolo_ray.model.fused_norm import FusedNorm, NormState  # Triton: on a GPU only
+
+        state = NormState(self, self.reduce, silu=self.act is not None)
+        return FusedNorm.apply(input, self.weight, self.bias, state)
 
 
 Sums = tuple[Tensor, Tensor, Tensor]  # of dy, of dy * (x - mean), of rows: over all workers

@@ -16,6 +16,7 @@ from yolo_ray.model.boxes import HeadOutput
 from yolo_ray.model.build import Detector
 from yolo_ray.step.flat import FlatModel
 
+IMAGE_CHANNELS, PADDED_CHANNELS = 3, 8
 Heads = tuple[HeadOutput, ...]
 PRECISIONS = ("bf16", "tf32", "fp32")
 
@@ -57,6 +58,8 @@ class Forward:
     Attributes:
         leaves: the tensors to differentiate by, in the order of the flat model's trained views.
         dtype: of the images it wants.
+        channels: of the images it wants. bfloat16 convolutions are fast on multiples of 8 only, so the first
+            filters see five more channels of zeros; they get weights and gradients that are dropped.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Forward:
         self.leaves: list[Tensor] = list(flat.parameters)
         self.call: Callable[[dict[str, Tensor], Tensor], Heads] = self._call
         self.weights: dict[str, Tensor] = {}
+        self.channels = IMAGE_CHANNELS
         if self.dtype != torch.float32:
             self._round_weights()
         if compile:
@@ -82,6 +86,26 @@ class Forward:
             if len(view.shape) == 4:
                 twin = nn.Parameter(view.of(self.rounded))
                 self.leaves[index] = self.weights[view.name] = twin
+        self._widen_first_filters()
+
+    def _widen_first_filters(self) -> None:
+        name = first_filters(self.detector.net)
+        if name not in self.weights:
+            return
+        self.narrow = self.weights[name].detach()
+        shape = (len(self.narrow), PADDED_CHANNELS, *self.narrow.shape[2:])
+        wide = torch.zeros(shape, dtype=self.dtype, device=self.narrow.device)
+        self.wide = nn.Parameter(wide.contiguous(memory_format=torch.channels_last))
+        self.index = next(i for i, leaf in enumerate(self.leaves) if leaf is self.weights[name])
+        self.leaves[self.index] = self.weights[name] = self.wide
+        self.channels = PADDED_CHANNELS
+
+    def narrowed(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of ``leaves`` in the shapes of the flat views."""
+        out = list(gradients)
+        if self.channels != IMAGE_CHANNELS:
+            out[self.index] = out[self.index][:, :IMAGE_CHANNELS]
+        return out
 
     def __call__(self, images: Tensor) -> Heads:
         """Heads of ``images`` [b,3,S,S]; they keep the graph to ``leaves``."""
@@ -89,6 +113,8 @@ class Forward:
             return self.call({}, images)
         with torch.no_grad():
             self.rounded.copy_(self.flat.params)
+            if self.channels != IMAGE_CHANNELS:
+                self.wide[:, :IMAGE_CHANNELS].copy_(self.narrow)
         return self.call(self.weights, images)
 
     def _call(self, weights: dict[str, Tensor], images: Tensor) -> Heads:
@@ -97,6 +123,14 @@ class Forward:
         # Nothing is worth caching: the filters are rounded already, and a replay has no cache.
         with torch.autocast(images.device.type, dtype=self.dtype, cache_enabled=False):
             return functional_call(self.detector, weights, (images,))
+
+
+def first_filters(net: nn.Module) -> str:
+    """Name of the weight of the convolution that reads the images; empty if that is not plain."""
+    for name, module in net.named_modules():
+        if isinstance(module, nn.Conv2d):
+            return f"{name}.weight" if module.in_channels == IMAGE_CHANNELS and module.groups == 1 else ""
+    return ""
 
 
 def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

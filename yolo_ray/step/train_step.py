@@ -91,11 +91,11 @@ class TrainStep:
         # Batch norm moved its statistics in the forward pass: a skipped step must not leave even those.
         keep(~ok, self.flat.buffers, buffers_before)
         if update:
-            self._update()
+            self._update(ok)
 
     def _gradients(self, batch: Batch) -> None:
         """Forward, loss and backward of this rank's rows into the flat gradient; then the one all-reduce."""
-        heads = self.forward(normalised(batch, self.forward.dtype))
+        heads = self.forward(normalised(batch, self.forward.dtype, self.forward.channels))
         sums = self.loss(
             heads,
             batch.boxes,
@@ -110,7 +110,7 @@ class TrainStep:
             weighted.sum(), self.forward.leaves, allow_unused=True, materialize_grads=True
         )
         self.flat.wire.zero_()  # the padding too, which a skipped step may have filled with NaN
-        copy_gradients(self._places, gradients)
+        copy_gradients(self._places, self.forward.narrowed(gradients))
         self._tail.copy_(torch.cat([sums.scores, sums.items.detach().flatten(), self.stop[None]]))
         reduce_in_buckets(self.flat.wire, self.reduce)
 
@@ -133,10 +133,13 @@ class TrainStep:
         self.skipped += ~ok
         return ok
 
-    def _update(self) -> None:
-        """Clip, optimizer, EMA; all of it undone by selection when the accumulated gradient is not finite."""
+    def _update(self, ok: Tensor) -> None:
+        """Clip, optimizer, EMA; nothing of it where this step or the accumulated gradient is not finite.
+
+        What was accumulated before a step that is not finite is dropped with it.
+        """
         norm = torch.linalg.vector_norm(self.pending)
-        ok = torch.isfinite(norm)
+        ok = ok & torch.isfinite(norm)
         clip = (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         rates = Rates(*(self.controls[index] for index in range(4)))
         self.optimizer.update(self.pending * clip, rates, ok)

@@ -99,11 +99,14 @@ def _draw_evaluation(folder: Path, names: tuple[str, ...]) -> list[Path]:
     paths = data["paths"][:MAX_PICTURED].tolist()
     truth = [data["truth"][data["truth"][:, 0] == index] for index in range(len(paths))]
     found = [data["found"][data["found"][:, 0] == index] for index in range(len(paths))]
+    mean_f1 = np.nan_to_num(curves.f1).mean(0)
     pictures.draw_predictions(
         [read_photo(path) for path in paths],
         [(rows[:, 1:5], rows[:, 5].astype(int)) for rows in truth],
         [(rows[:, 1:5], rows[:, 5].astype(int), rows[:, 6]) for rows in found],
         names,
         folder / "predictions.jpg",
+        # What a user would deploy: the confidence where precision and recall balance best.
+        min_score=float(curves.confidence[int(mean_f1.argmax())]),
     )
     return [folder / "pr_curves.png", folder / "predictions.jpg"]

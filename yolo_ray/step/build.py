@@ -1,0 +1,26 @@
+"""Puts a training step together in the form that its device runs fastest."""
+
+from __future__ import annotations
+
+from yolo_ray.model.build import Detector
+from yolo_ray.model.norm import fuse, synchronise
+from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.reduce import AllReduce, no_reduce
+from yolo_ray.step.train_step import StepOptions, TrainStep
+
+
+def build_step(
+    detector: Detector, options: StepOptions, reduce: AllReduce = no_reduce, *, sync_bn: bool = True
+) -> TrainStep:
+    """The step of a detector that is on its device and in training mode.
+
+    On a GPU filters lie channels last, and batch norm and SiLU run fused unless torch.compile fuses them. ``sync_bn``:
+    batch statistics over all workers; on a CPU with one worker too, so that its bits are those of any number.
+    """
+    is_gpu = next(detector.parameters()).is_cuda
+    if sync_bn and not (is_gpu and reduce is no_reduce):
+        synchronise(detector.net, reduce)
+    if is_gpu and options.compile == "off":
+        fuse(detector.net)
+    flat = FlatModel(detector, muon=options.optimizer == "MuSGD", channels_last=is_gpu)
+    return TrainStep(detector, flat, options, reduce)
