@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +21,7 @@ from yolo_ray.errors import UserError
 from yolo_ray.model.assign import ONE_TO_MANY, ONE_TO_ONE, Truth, assign
 from yolo_ray.model.boxes import HeadOutput, boxes_from_distances, make_anchors
 from yolo_ray.model.build import build_detector
+from yolo_ray.model.fused_layers import DenseConcatenation, max_pool
 from yolo_ray.model.loss import DetectionLoss, head_gains_at
 from yolo_ray.model.norm import fuse
 from yolo_ray.step.build import build_step
@@ -316,3 +317,23 @@ def test_fused_loss_equals_that_of_the_cpu() -> None:
             results.append([part.cpu() for part in (sums.items.detach(), sums.scores, *grads)])
         for there, here in zip(*results, strict=True):
             assert (here - there).norm() <= 1e-5 * there.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pooling_and_concatenation_equal_torch(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 48, 9, 11, device=CUDA, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+    def compute(pool: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        leaf = x.detach().requires_grad_()
+        half = leaf.chunk(2, 1)[1]
+        y = torch.cat((half, pool(leaf), leaf[:, :5], pool(pool(leaf))), 1)
+        weight = torch.linspace(-1, 1, y.numel(), device=CUDA, dtype=dtype).view_as(y)
+        return [y.detach(), *torch.autograd.grad((y * weight).float().sum(), leaf)]
+
+    wanted = compute(lambda t: nn.functional.max_pool2d(t, 5, 1, 2))
+    with DenseConcatenation():
+        found = compute(lambda t: max_pool(t, 5))
+    assert torch.equal(found[0], wanted[0])
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    assert (found[1] - wanted[1]).float().norm() <= tolerance * wanted[1].float().norm()

@@ -11,7 +11,7 @@ be simpler, but Ray's executor spins at full speed in the worker's process while
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,7 +67,9 @@ def _fetch(handle: ray.ObjectRef) -> Any:
     return ray.get(handle)
 
 
-def _blocks(rows: int, batch: int, limits: StreamLimits, task: Any) -> list[Any]:
+def _blocks(
+    rows: int, batch: int, limits: StreamLimits, task: Callable[[Columns], Columns]
+) -> list[Any]:
     """``rows`` numbers in blocks of ``batch``, in order, through ``task`` within the limits, all computed."""
     dataset = ray.data.range(rows, override_num_blocks=max(1, rows // batch))
     context = dataset.context
@@ -77,7 +79,7 @@ def _blocks(rows: int, batch: int, limits: StreamLimits, task: Any) -> list[Any]
         cpu=limits.cpus
     )
     mapped = dataset.map_batches(
-        task,
+        cast(Any, _Reported(task)),
         batch_size=batch,
         num_cpus=limits.task_cpus,
         zero_copy_batch=True,
@@ -86,11 +88,31 @@ def _blocks(rows: int, batch: int, limits: StreamLimits, task: Any) -> list[Any]
     return mapped.materialize().get_internal_block_refs()
 
 
+class _Reported:
+    """A task whose UserError travels as data: Ray keeps only the text of an exception's causes."""
+
+    def __init__(self, task: Callable[[Columns], Columns]) -> None:
+        self.task = task
+
+    def __call__(self, rows: Columns) -> Columns:
+        try:
+            return self.task(rows)
+        except UserError as mistake:
+            return {"id": rows["id"], "mistake": np.full(len(rows["id"]), str(mistake))}
+
+
 def _batches(blocks: list[Any], batch: int) -> Iterator[Columns]:
-    """Columns of ``batch`` rows; Ray may have split a large block in two."""
+    """Columns of ``batch`` rows; Ray may have split a large block in two.
+
+    Raises:
+        UserError: what a task reported.
+    """
     waiting: list[Columns] = []
     for place in range(len(blocks)):
-        waiting.append(cast(Columns, BlockAccessor.for_block(ray.get(blocks[place])).to_numpy()))
+        columns = cast(Columns, BlockAccessor.for_block(ray.get(blocks[place])).to_numpy())
+        if "mistake" in columns:
+            raise UserError(str(columns["mistake"][0]))
+        waiting.append(columns)
         blocks[place] = None  # the store may free it
         if sum(len(part["id"]) for part in waiting) == batch:
             yield waiting[0] if len(waiting) == 1 else _joined(waiting)

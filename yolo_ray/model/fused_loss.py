@@ -88,7 +88,7 @@ class _DistancesAndDfl(Function):
 
 
 @triton.jit
-def _class_loss_kernel(
+def _class_loss_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
     logits, classes, weight, partial, count, anchors, C: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     image = tl.program_id(1)
@@ -109,7 +109,7 @@ def _class_loss_kernel(
 
 
 @triton.jit
-def _class_gradient_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
+def _class_gradient_kernel(  # noqa: PLR0913 (as above)
     logits, classes, weight, scale, out, count, anchors, C: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     image = tl.program_id(1)
@@ -127,7 +127,9 @@ def _class_gradient_kernel(  # noqa: PLR0913 (a kernel's tensors are plain argum
 
 
 @triton.jit
-def _bins(logits, image, side, a, live, anchors, reg_max, R: tl.constexpr):
+def _bins(  # noqa: PLR0913 (as above)
+    logits, image, side, a, live, anchors, reg_max, R: tl.constexpr
+):  # fmt: skip
     """Logits of one side [R,BLOCK], their places, bins, largest, sum of exponentials."""
     k = tl.arange(0, R)
     mask = (k < reg_max)[:, None] & live[None, :]
@@ -139,7 +141,9 @@ def _bins(logits, image, side, a, live, anchors, reg_max, R: tl.constexpr):
 
 
 @triton.jit
-def _nearness(wanted, image, side, a, live, anchors, reg_max, k):
+def _nearness(  # noqa: PLR0913 (as above)
+    wanted, image, side, a, live, anchors, reg_max, k
+):  # fmt: skip
     target = tl.load(wanted + (image * 4 + side) * anchors + a, live, 0.0)
     target = tl.minimum(tl.maximum(target, 0.0), reg_max - 1 - 0.01)
     return tl.maximum(1.0 - tl.abs(k - target[None, :]), 0.0)
@@ -156,7 +160,7 @@ def _distances_kernel(logits, out, anchors, reg_max, R: tl.constexpr, BLOCK: tl.
 
 
 @triton.jit
-def _box_terms_kernel(
+def _box_terms_kernel(  # noqa: PLR0913 (as above)
     logits, wanted, distances, dfl, anchors, reg_max, R: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     image = tl.program_id(1)

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 TILE, WARPS = 2048, 4  # elements of one load, and the warps that do it
-PROGRAMS = 1056  # eight for each of 132 multiprocessors
-FOLD_ROWS, FOLD_CHANNELS = 64, 16
+PROGRAMS = 528  # four for each of 132 multiprocessors
+FOLD_ROWS, FOLD_CHANNELS = 128, 8
 Reduce = Callable[[Tensor], object]
 
 
@@ -69,7 +69,7 @@ class FusedNorm(Function):
         """Gradients of x, weight and bias; those of weight and bias are this worker's share."""
         x, weight, bias, sums = ctx.saved_tensors
         state: NormState = ctx.state
-        dy, stride = _rows_of(gradients[0])
+        dy, stride = rows_of_channels(gradients[0])
         channels, rows = x.shape[1], x.numel() // x.shape[1]
         options, grid, per_program = _plan(rows, channels)
         partial = torch.empty((grid[0], 2, channels), device=x.device)
@@ -120,7 +120,7 @@ def _tiles(rows: int, blocks: int, options: dict[str, Any]) -> tuple[int, int]:
     return triton.cdiv(rows, options["R"]), blocks
 
 
-def _rows_of(dy: Tensor) -> tuple[Tensor, int]:
+def rows_of_channels(dy: Tensor) -> tuple[Tensor, int]:
     """The gradient as rows of dense channels and the distance of two rows.
 
     A part of a concatenation is one already, with longer rows: it needs no copy.

@@ -90,9 +90,7 @@ TORCH_TERMS = _Terms(expected_distances, _distances_and_dfl, _class_loss)
 def _fused_terms() -> _Terms:
     from yolo_ray.model import fused_loss  # Triton comes with torch for GPUs only
 
-    return _Terms(
-        fused_loss.decoded_distances, fused_loss.distances_and_dfl, fused_loss.class_loss
-    )
+    return _Terms(fused_loss.decoded_distances, fused_loss.distances_and_dfl, fused_loss.class_loss)
 
 
 class DetectionLoss:

@@ -40,18 +40,21 @@ def synchronise(net: nn.Module, reduce: Reduce) -> int:
 def fuse(net: nn.Module) -> int:
     """Compute every batch norm of ``net``, and the SiLU behind it, by kernels of ours; how many.
 
-    For a net on a GPU whose filters lie channels last. Call it after ``synchronise``, if that is called.
+    Poolings that keep the size and nearest upsamplings are taken over too. For a net on a GPU whose
+    filters lie channels last. Call it after ``synchronise``, if that is called.
     """
     fused = 0
     for parent in net.modules():
         if type(parent) is nn.Upsample and parent.mode == "nearest":
             setattr(parent, "__class__", NearestUpsample)  # noqa: B010 (a type checker refuses it)
+        if type(parent) is nn.MaxPool2d and _is_centred(parent):
+            setattr(parent, "__class__", CentredMaxPool)  # noqa: B010 (as above)
         for name, module in parent.named_children():
             if type(module) is not nn.BatchNorm2d and type(module) is not SyncedBatchNorm2d:
                 continue
             module.__dict__.setdefault("reduce", None)
             module.__dict__["act"] = None
-            setattr(module, "__class__", FusedBatchNorm2d)  # noqa: B010 (a type checker refuses it)
+            setattr(module, "__class__", FusedBatchNorm2d)  # noqa: B010 (as above)
             fused += 1
             act = dict(parent.named_children()).get("act")
             if name == "bn" and type(parent).__name__ in SILU_AFTER_NORM and type(act) is nn.SiLU:
@@ -68,8 +71,8 @@ def desynchronise(net: nn.Module) -> int:
         if isinstance(bn, FusedBatchNorm2d) and bn.act is not None:
             parent.add_module("act", bn.act)
     for module in net.modules():
-        if type(module) is NearestUpsample:
-            setattr(module, "__class__", nn.Upsample)  # noqa: B010 (as below)
+        if type(module) in PLAIN:
+            setattr(module, "__class__", PLAIN[type(module)])  # noqa: B010 (as below)
         if type(module) is SyncedBatchNorm2d or type(module) is FusedBatchNorm2d:
             del module.__dict__["reduce"]
             module.__dict__.pop("act", None)
@@ -121,6 +124,34 @@ class NearestUpsample(nn.Upsample):
         """Nearest neighbours of [B,C,H,W]."""
         with torch.autocast(input.device.type, enabled=False):
             return super().forward(input)
+
+
+class CentredMaxPool(nn.MaxPool2d):
+    """A pooling with stride 1 that keeps the size, by a kernel of ours while training."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Largest of each window of [B,C,H,W]."""
+        if not (self.training and input.is_cuda):
+            return super().forward(input)
+        from yolo_ray.model.fused_layers import max_pool  # Triton: on a GPU only
+
+        assert isinstance(self.kernel_size, int)
+        return max_pool(input, self.kernel_size)
+
+
+def _is_centred(pool: nn.MaxPool2d) -> bool:
+    size = pool.kernel_size
+    is_odd = isinstance(size, int) and size % 2 == 1 and size < 16
+    plain = (
+        pool.stride == 1 and pool.dilation == 1 and not pool.ceil_mode and not pool.return_indices
+    )
+    return is_odd and plain and pool.padding == size // 2
+
+
+PLAIN: dict[type[nn.Module], type[nn.Module]] = {
+    NearestUpsample: nn.Upsample,
+    CentredMaxPool: nn.MaxPool2d,
+}
 
 
 class FusedBatchNorm2d(nn.BatchNorm2d):

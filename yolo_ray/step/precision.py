@@ -6,6 +6,8 @@ Legend: P trained elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,11 @@ class Forward:
         self.call: Callable[[dict[str, Tensor], Tensor], Heads] = self._call
         self.weights: dict[str, Tensor] = {}
         self.channels = IMAGE_CHANNELS
+        self.layers: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if flat.state.is_cuda and not compile:
+            from yolo_ray.model.fused_layers import DenseConcatenation  # Triton: on a GPU only
+
+            self.layers = DenseConcatenation
         if self.dtype != torch.float32:
             self._round_weights()
         if compile:
@@ -121,7 +128,10 @@ class Forward:
         if not weights:
             return self.detector(images)
         # Nothing is worth caching: the filters are rounded already, and a replay has no cache.
-        with torch.autocast(images.device.type, dtype=self.dtype, cache_enabled=False):
+        with (
+            torch.autocast(images.device.type, dtype=self.dtype, cache_enabled=False),
+            self.layers(),
+        ):
             return functional_call(self.detector, weights, (images,))
 
 
@@ -129,7 +139,11 @@ def first_filters(net: nn.Module) -> str:
     """Name of the weight of the convolution that reads the images; empty if that is not plain."""
     for name, module in net.named_modules():
         if isinstance(module, nn.Conv2d):
-            return f"{name}.weight" if module.in_channels == IMAGE_CHANNELS and module.groups == 1 else ""
+            return (
+                f"{name}.weight"
+                if module.in_channels == IMAGE_CHANNELS and module.groups == 1
+                else ""
+            )
     return ""
 
 
