@@ -105,6 +105,8 @@ def judge(arguments: argparse.Namespace, weights: Path, log: Path) -> dict[str, 
         f"weights={weights}",
         f"data={arguments.data}",
         *imgsz,
+        "cluster.cpus_per_worker=1",
+        "data_cpus=1",
     ]
     result = last_json(command, log)
     return {name: result[name] for name in ("map50", "map50_95")}
@@ -117,16 +119,15 @@ def main(argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
     jobs = [(kind, seed) for seed in arguments.seeds for kind in ("ours", "theirs")]
     trainers = {"ours": train_ours, "theirs": train_theirs}
+
+    def work(job: tuple[str, int]) -> dict[str, Any]:
+        kind, seed = job
+        weights = trainers[kind](arguments, seed, folder)
+        numbers = judge(arguments, weights, folder / f"judge_{kind}{seed}.log")
+        return {"trainer": kind, "seed": seed, **numbers}
+
     with ThreadPoolExecutor(len(jobs)) as pool:
-        weights = list(pool.map(lambda job: trainers[job[0]](arguments, job[1], folder), jobs))
-    rows = [
-        {
-            "trainer": kind,
-            "seed": seed,
-            **judge(arguments, path, folder / f"judge_{kind}{seed}.log"),
-        }
-        for (kind, seed), path in zip(jobs, weights, strict=True)
-    ]
+        rows = list(pool.map(work, jobs))
     means = {
         kind: statistics.mean(row["map50"] for row in rows if row["trainer"] == kind)
         for kind in trainers
