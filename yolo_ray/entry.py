@@ -16,7 +16,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
@@ -26,7 +25,6 @@ from yolo_ray.config.options import option_lines
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER, StopRequested, UserError
 
-_FOLDER_NOTE = "the run's folder: "
 _LONGEST = 500  # characters of a message; Ray's can be pages
 
 
@@ -59,16 +57,6 @@ def run(
     code = int(result.get("exit", EXIT_OK))
     _print(sys.stdout, json.dumps(plain({**result, "exit": code})))
     return code
-
-
-@contextmanager
-def tracebacks_in(folder: Path) -> Iterator[None]:
-    """While it is open, ``run`` writes the traceback of an error into that folder."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"{_FOLDER_NOTE}{folder}")
-        raise
 
 
 @contextmanager
@@ -128,14 +116,6 @@ def _one_line(error: Exception) -> str:
 
 def _write_traceback(error: Exception) -> str:
     text = "".join(traceback.format_exception(error))
-    notes = getattr(error, "__notes__", ())
-    for note in (n for n in notes if n.startswith(_FOLDER_NOTE)):
-        path = Path(note.removeprefix(_FOLDER_NOTE)) / "error.log"
-        try:
-            path.write_text(text, encoding="utf-8")
-            return str(path)
-        except OSError:
-            continue  # the folder may be what failed; the temporary one is left
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="yolo_ray-", suffix=".log", delete=False, encoding="utf-8"

@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +36,15 @@ IMGSZ, BATCH, BOXES = 128, 4, 6
 NAMES = make_records(1).names
 CUDA = torch.device("cuda")
 FAMILIES = ("yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml")
+
+
+@dataclasses.dataclass
+class Heads:
+    """What the loss must know of a detector."""
+
+    reg_max: int
+    strides: tuple[int, ...]
+    dual: bool
 
 
 @pytest.fixture(autouse=True)
@@ -303,17 +311,24 @@ def test_fused_loss_equals_that_of_the_cpu() -> None:
     torch.manual_seed(0)
     anchors = len(make_anchors(IMGSZ, (8, 16, 32))[0])
     for reg_max, dual in ((16, False), (1, True)):
-        loss = DetectionLoss(SimpleNamespace(reg_max=reg_max, strides=(8, 16, 32), dual=dual))
+        loss = DetectionLoss(Heads(reg_max, (8, 16, 32), dual))
         raw = [torch.randn(3, 4 * reg_max + 5, anchors) * 2 for _ in range(1 + dual)]
         low = torch.rand(30, 2) * 100
         boxes = torch.cat((low, low + torch.rand(30, 2) * 60 + 4), 1)
-        truth = (boxes, torch.randint(0, 5, (30,)), torch.randint(0, 3, (30,)), torch.rand(30) < 0.8)
+        truth = (
+            boxes,
+            torch.randint(0, 5, (30,)),
+            torch.randint(0, 3, (30,)),
+            torch.rand(30) < 0.8,
+        )
         results = []
         for device in ("cpu", "cuda"):
             leaves = [part.to(device).requires_grad_() for part in raw]
             heads = [HeadOutput(*leaf.split([4 * reg_max, 5], 1)) for leaf in leaves]
             sums = loss(heads, *(part.to(device) for part in truth), imgsz=IMGSZ)
-            grads = torch.autograd.grad((sums.items * torch.tensor([7.5, 0.5, 1.5], device=device)).sum(), leaves)
+            grads = torch.autograd.grad(
+                (sums.items * torch.tensor([7.5, 0.5, 1.5], device=device)).sum(), leaves
+            )
             results.append([part.cpu() for part in (sums.items.detach(), sums.scores, *grads)])
         for there, here in zip(*results, strict=True):
             assert (here - there).norm() <= 1e-5 * there.norm()
@@ -322,7 +337,9 @@ def test_fused_loss_equals_that_of_the_cpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pooling_and_concatenation_equal_torch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x = torch.randn(2, 48, 9, 11, device=CUDA, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 48, 9, 11, device=CUDA, dtype=dtype).contiguous(
+        memory_format=torch.channels_last
+    )
 
     def compute(pool: Callable[[Tensor], Tensor]) -> list[Tensor]:
         leaf = x.detach().requires_grad_()

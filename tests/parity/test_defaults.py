@@ -16,6 +16,8 @@ EXCEPTIONS = {
     "name": "none means train there",
     "resume": "a switch there; the folder of the run here",
     "conf": "none means 0.001 in validation there",
+    "mode": "which command runs there; how the graph is used here",
+    "compile": "a switch or a mode of torch.compile there; what is compiled here",
     "nms": "none means by the head there; here the one-to-many head with NMS",
 }
 OURS = {option.leaf: option for option in options_of(TrainConfig).values()}

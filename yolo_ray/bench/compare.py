@@ -16,6 +16,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch._C._autograd import (
+    DeviceType,  # what the profiler gives; torch has no public name for it
+)
 
 from yolo_ray.augment.device import augment
 from yolo_ray.bench.options import CPU_CASES, GPU_CASES, BenchConfig, split_case
@@ -165,7 +168,7 @@ def profile(call: Callable[[int], None], *, top: int, title: str, steps: int = 3
         torch.cuda.synchronize()
     launches, kernels = 0, {}
     for event in profiler.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.key] = (event.self_device_time_total / 1e3 / steps, event.count // steps)
         elif "Launch" in event.key or "MemcpyAsync" in event.key or "MemsetAsync" in event.key:
             launches += event.count

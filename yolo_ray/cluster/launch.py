@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -31,7 +32,7 @@ from yolo_ray.cluster.worker import (
     find_user_error,
     train_worker,
 )
-from yolo_ray.config.load import dump
+from yolo_ray.config.load import RUN_CONFIG, dump
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records, load_records
@@ -39,7 +40,7 @@ from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import build_detector, load_detector
 from yolo_ray.step.schedule import resolve_optim
 from yolo_ray.train.events import EventLog
-from yolo_ray.train.loop import SUMMARY_FILE
+from yolo_ray.train.loop import STOP_FILE, SUMMARY_FILE
 from yolo_ray.train.report import NullTracker, Tracker
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -96,11 +97,11 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     )  # fmt: skip
     check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
-    placement = place(config.cluster, batch=config.batch)
+    placement = place(config.cluster)
     folder = open_folder(config)
-    for name in (FAILURE_FILE, "stop"):
+    for name in (FAILURE_FILE, STOP_FILE):
         (folder / name).unlink(missing_ok=True)
-    dump(config, folder / "config.yaml")
+    dump(config, folder / RUN_CONFIG)
     tags = {"data_digest": train_records.digest, "val_digest": val_records.digest}
     tracker = observer.start(config, folder, plan.records.names, tags)
     with _ended_properly(observer, tracker, folder):
@@ -113,7 +114,9 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
             ):
                 if sentence:
                     _say(folder, sentence)
-            _run_workers(job, train_worker, config.cluster.max_failures)
+            finished = _run_workers(job, train_worker, config.cluster.max_failures)
+        if not finished:
+            raise StopRequested(f"stopped on request; go on with: resume={folder}")
         return _write_result(job, plan)
 
 
@@ -135,6 +138,12 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     detector = load_detector(weights)
     if detector.trained_imgsz and not config.is_given("imgsz"):
         config = config.override({"imgsz": detector.trained_imgsz})
+    stride = max(detector.strides)
+    if config.imgsz % stride:
+        raise UserError(
+            f"imgsz={config.imgsz} is not a multiple of the model's stride {stride}: "
+            f"use imgsz={-(-config.imgsz // stride) * stride}"
+        )
     config = absolute_paths(config)
     val = load_records(_data_path(config), "val", max_bad=config.data.max_bad)
     if tuple(detector.names) != val.names:
@@ -143,7 +152,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             "evaluate with the data.yaml it was trained on"
         )
     connect(config.cluster.address)
-    placement = place(config.cluster, batch=max(config.batch, config.cluster.workers))
+    placement = place(config.cluster)
     optim = resolve_optim(config.optim, frozenset(), total_steps=1, num_classes=len(val.names))
     with tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder:
         job = Job(
@@ -247,7 +256,7 @@ def _build_job(
 
 def _run_workers(job: Job, entry: Callable[[dict[str, Any]], Any], max_failures: int) -> Any:
     """Run ``entry`` on every worker through the failures allowed; what it returned on rank 0."""
-    placement = job.placement
+    placement, storage = job.placement, job.folder / "ray"
     trainer = TorchTrainer(
         entry,
         train_loop_config={"job": job},
@@ -260,7 +269,7 @@ def _run_workers(job: Job, entry: Callable[[dict[str, Any]], Any], max_failures:
         run_config=RunConfig(
             # A name of its own for each attempt: Ray would otherwise go on from what it knows of the last.
             name=f"{job.folder.name}-{time.time_ns()}",
-            storage_path=str(job.folder / "ray"),
+            storage_path=str(storage),
             failure_config=FailureConfig(max_failures=max_failures, controller_failure_limit=5),
             worker_runtime_env={"env_vars": WORKER_ENV},
         ),
@@ -273,11 +282,11 @@ def _run_workers(job: Job, entry: Callable[[dict[str, Any]], Any], max_failures:
         raise RuntimeError(
             f"a worker was killed for memory: lower batch or imgsz; {_logs(job)}"
         ) from error
+    finally:
+        shutil.rmtree(storage, ignore_errors=True)  # Ray's notes of this attempt; the state is ours
     failure = job.folder / FAILURE_FILE
     if failure.exists():
         raise UserError(failure.read_text())
-    if (job.folder / "stop").exists():
-        raise StopRequested(f"stopped on request; go on with: resume={job.folder}")
     return result.return_value
 
 
@@ -343,19 +352,23 @@ def _stop_on_signals(folder: Path) -> Iterator[None]:
         yield
         return
 
+    timers: list[threading.Timer] = []
+
     def ask(number: int, _: Any) -> None:
-        if (folder / "stop").exists():
+        if timers:
             raise KeyboardInterrupt
-        (folder / "stop").touch()
+        timers.append(threading.Timer(STOP_GRACE_S, os.kill, (os.getpid(), number)))
+        timers[0].daemon = True
+        timers[0].start()
+        (folder / STOP_FILE).touch()
         _say(folder, "stopping after a checkpoint; once more to stop at once")
-        timer = threading.Timer(STOP_GRACE_S, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
+        for timer in timers:
+            timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -14,11 +14,14 @@ from yolo_ray.data.pipeline import StreamLimits
 from yolo_ray.errors import UserError
 
 MIN_WORKER_CPUS = 0.5
+MIN_DATA_CPUS = 0.5
+EPSILON = 1e-9
 # What must be set before libraries are imported in workers and tasks; the doors explain each.
 WORKER_ENV = {
     "NO_ALBUMENTATIONS_UPDATE": "1",
     "YOLO_OFFLINE": "true",
     "YOLO_AUTOINSTALL": "false",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is deterministic only so
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
 }
 
@@ -82,57 +85,95 @@ def _carried_env() -> dict[str, str]:
     return {name: os.environ[name] for name in ("MLFLOW_TRACKING_TOKEN",) if name in os.environ}
 
 
-def place(cluster: ClusterConfig, *, batch: int) -> Placement:
+def place(cluster: ClusterConfig) -> Placement:
     """Share the cluster's CPUs and GPUs between workers and photo reading.
 
     Raises:
         UserError: the cluster is too small; the message says what is missing.
     """
-    if batch < cluster.workers:
-        raise UserError(
-            f"batch={batch} is smaller than cluster.workers={cluster.workers}: each worker needs a photo a step; "
-            "raise batch or lower cluster.workers"
-        )
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return place_on(nodes, cluster)
+    return place_on([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster)
 
 
 def place_on(nodes: list[dict[str, float]], cluster: ClusterConfig) -> Placement:
     """``place`` for given node resources: a pure function."""
-    total_cpus = sum(node.get("CPU", 0.0) for node in nodes)
-    total_gpus = int(sum(node.get("GPU", 0.0) for node in nodes))
-    workers = cluster.workers
-    use_gpu = total_gpus >= workers if cluster.gpu == "auto" else bool(cluster.gpu)
-    if use_gpu and total_gpus < workers:
+    workers, use_gpu = cluster.workers, _uses_gpu(nodes, cluster)
+    shares = _shares(nodes, cluster, workers, use_gpu)
+    if shares is None:
+        raise UserError(_missing(nodes, cluster, use_gpu))
+    cpus, data_cpus = shares
+    each = data_cpus / workers
+    return Placement(
+        workers, use_gpu, cpus, max(1, int(cpus)), StreamLimits(each, task_cpus=min(1.0, each))
+    )
+
+
+def _uses_gpu(nodes: list[dict[str, float]], cluster: ClusterConfig) -> bool:
+    workers, total_gpus = cluster.workers, sum(int(node.get("GPU", 0.0)) for node in nodes)
+    if cluster.gpu == "auto":
+        return total_gpus >= workers
+    if cluster.gpu and total_gpus < workers:
         raise UserError(
             f"cluster.workers={workers} with cluster.gpu=true need {workers} GPUs, the cluster has {total_gpus}: "
             f"lower cluster.workers to {total_gpus}, add nodes, or set cluster.gpu=false"
             if total_gpus
             else "cluster.gpu=true but the cluster has no GPU: set cluster.gpu=auto to train on CPUs"
         )
+    return cluster.gpu
+
+
+def _shares(
+    nodes: list[dict[str, float]], cluster: ClusterConfig, workers: int, use_gpu: bool
+) -> tuple[float, float] | None:
+    """CPUs of one worker and of all photo reading; None if they do not fit.
+
+    A worker's CPUs (and GPU) lie on one node. What they leave is spread over at most as many nodes as there are
+    workers, or a node is empty: so a reading task, which takes no more than one worker's part, always finds room.
+    """
+    total = sum(node.get("CPU", 0.0) for node in nodes)
+    least_cpus, least_data = _least(cluster)
     # On CPUs training is the bottleneck and reading photos a trifle; on GPUs it is the other way round.
-    data_cpus = cluster.data_cpus
-    if data_cpus == "auto":
-        data_cpus = total_cpus - workers if use_gpu else max(1.0, total_cpus // 8)
-        data_cpus = max(1.0, min(data_cpus, total_cpus - workers * MIN_WORKER_CPUS))
-    cpus = cluster.cpus_per_worker
-    if cpus == "auto":
-        share = (total_cpus - data_cpus) / workers
-        cpus = min(1.0, share) if use_gpu else share
-        cpus = (
-            float(math.floor(cpus))
-            if cpus >= 1
-            else (MIN_WORKER_CPUS if share >= MIN_WORKER_CPUS else 0.0)
-        )
-    fits = sum(math.floor(node.get("CPU", 0.0) / cpus + 1e-9) for node in nodes) if cpus else 0
-    needed = workers * max(cpus, MIN_WORKER_CPUS) + data_cpus
-    if fits < workers or needed > total_cpus + 1e-9:
-        possible = max(0, math.floor((total_cpus - 1) / max(cpus, MIN_WORKER_CPUS)))
-        remedy = f"lower cluster.workers to {possible} or add nodes" if possible else "add CPUs"
-        raise UserError(
-            f"cluster.workers={workers} need {needed:g} CPUs ({workers} x {max(cpus, MIN_WORKER_CPUS):g} to train, "
-            f"{data_cpus:g} to read photos), the cluster has {total_cpus:g}: {remedy}"
-        )
-    each = data_cpus / workers
-    task = min(1.0, each)
-    return Placement(workers, use_gpu, cpus, max(1, int(cpus)), StreamLimits(each, task))
+    data_cpus = float(total - workers if use_gpu else max(1.0, total // 8))
+    data_cpus = max(least_data, min(data_cpus, total - workers * least_cpus))
+    if cluster.data_cpus != "auto":
+        data_cpus = least_data
+    choices = [least_cpus]
+    if cluster.cpus_per_worker == "auto":
+        share = (total - data_cpus) / workers
+        whole = math.floor(min(1.0, share) if use_gpu else share)
+        choices = [float(number) for number in range(whole, 0, -1)] + choices
+    for cpus in choices:
+        left = total - workers * cpus
+        if _fitting(nodes, cpus, use_gpu) >= workers and left >= data_cpus - EPSILON:
+            return cpus, left if cluster.data_cpus == "auto" else data_cpus
+    return None
+
+
+def _least(cluster: ClusterConfig) -> tuple[float, float]:
+    """The fewest CPUs of one worker and of all photo reading that the options allow."""
+    cpus = MIN_WORKER_CPUS if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
+    return cpus, MIN_DATA_CPUS if cluster.data_cpus == "auto" else cluster.data_cpus
+
+
+def _fitting(nodes: list[dict[str, float]], cpus: float, use_gpu: bool) -> int:
+    """How many workers of ``cpus`` CPUs (and one GPU each) the nodes hold."""
+    counts = (
+        (math.floor(node.get("CPU", 0.0) / cpus + EPSILON), int(node.get("GPU", 0.0)))
+        for node in nodes
+    )
+    return sum(min(count) if use_gpu else count[0] for count in counts)
+
+
+def _missing(nodes: list[dict[str, float]], cluster: ClusterConfig, use_gpu: bool) -> str:
+    """Why the workers do not fit, and what would."""
+    workers, (cpus, data_cpus) = cluster.workers, _least(cluster)
+    total = sum(node.get("CPU", 0.0) for node in nodes)
+    fewer = (w for w in range(workers - 1, 0, -1) if _shares(nodes, cluster, w, use_gpu))
+    possible = next(fewer, 0)
+    remedy = "add CPUs, or lower cluster.cpus_per_worker or cluster.data_cpus if they are set"
+    if possible:
+        remedy = f"lower cluster.workers to {possible} or add nodes"
+    beside = ", those to train on the nodes of the GPUs" if use_gpu else ""
+    return (
+        f"cluster.workers={workers} need {workers * cpus + data_cpus:g} CPUs ({workers} x {cpus:g} to train, "
+        f"{data_cpus:g} to read photos{beside}), the cluster has {total:g} on {len(nodes)} node(s): {remedy}"
+    )

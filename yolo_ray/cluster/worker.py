@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from yolo_ray.cluster.preflight import Placement
+from yolo_ray.config.load import RUN_CONFIG
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import eval_photos, train_photos
@@ -26,11 +28,12 @@ from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, build_detector, load_detector
-from yolo_ray.model.norm import synchronise
-from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.build import build_step
+from yolo_ray.step.graph import GraphedStep
+from yolo_ray.step.precision import resolve_precision, set_kernels
 from yolo_ray.step.reduce import AllReduce, distributed_reduce, no_reduce
 from yolo_ray.step.schedule import ResolvedOptim, Schedule
-from yolo_ray.step.train_step import StepOptions, TrainStep
+from yolo_ray.step.train_step import StepOptions
 from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
 from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, rank_images
 from yolo_ray.train.events import EventLog, NullEventLog
@@ -82,10 +85,10 @@ class Here:
         return out
 
 
-def train_worker(settings: dict[str, Any]) -> None:
-    """Entry of a training worker; a stop that was asked for is a normal end."""
+def train_worker(settings: dict[str, Any]) -> bool | None:
+    """Entry of a training worker: True when the run has come to its end, None when it was asked to stop."""
     job: Job = settings["job"]
-    _guarded(job, partial(_train, job))
+    return _guarded(job, partial(_train, job))
 
 
 def evaluate_worker(settings: dict[str, Any]) -> dict[str, float] | None:
@@ -135,8 +138,6 @@ def find_user_error(error: BaseException | None) -> UserError | None:
 def _start(job: Job) -> Here:
     context = ray.train.get_context()
     torch.set_num_threads(job.placement.threads)
-    if job.config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
     seed = job.config.seed
     random.seed(seed)
     np.random.seed(seed)
@@ -149,18 +150,22 @@ def _start(job: Job) -> Here:
     return Here(context.get_world_rank(), context.get_world_size(), device)
 
 
-def _train(job: Job, here: Here) -> None:
+def _train(job: Job, here: Here) -> bool:
     config = job.config
+    _check_shared(job.folder)
     plan: Plan = ray.get(job.plan)
+    events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
     detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
         here.device
     )
     detector.train()
-    if config.cluster.sync_bn:  # with one worker too: its gradient is then that of any number
-        synchronise(detector.net, here.reduce)
-    step = build_step(job, detector, here)
-    events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
+    step = _build_step(job, detector, here, events)
     progress = _restore(job, step, events)
+    steps = here.gather(progress.step)
+    if len(set(steps)) > 1:  # a network disk may show a new file late; the restart looks again
+        raise RuntimeError(
+            f"the workers found checkpoints of different steps: {sorted(set(steps))}"
+        )
     schedule = Schedule(
         config.optim, job.optim,
         epochs=config.epochs, steps_per_epoch=plan.steps_per_epoch, batch=config.batch,
@@ -177,21 +182,37 @@ def _train(job: Job, here: Here) -> None:
     try:
         fit(run)
     finally:
+        step.release()  # graphs must be gone before the process group is, or NCCL hangs
         tracker.close()
+    return True
 
 
-def build_step(job: Job, detector: Detector, here: Here) -> TrainStep:
-    """The training step of this worker on its flat buffers."""
+def _check_shared(folder: Path) -> None:
+    if not (folder / RUN_CONFIG).is_file():
+        raise UserError(
+            f"{folder} is not visible on the node {socket.gethostname()}: pass project= with a folder that all nodes "
+            "of the cluster share"
+        )
+
+
+def _build_step(
+    job: Job, detector: Detector, here: Here, events: EventLog | NullEventLog
+) -> GraphedStep:
+    """The training step of this worker: one graph replay on a GPU, eager elsewhere."""
     config = job.config
-    flat = FlatModel(detector, muon=job.optim.optimizer == "MuSGD")
+    precision = resolve_precision(config.precision, here.device)
+    set_kernels(precision, deterministic=config.deterministic)
     options = StepOptions(
         batch=config.batch, imgsz=config.imgsz, gains=(config.loss.box, config.loss.cls, config.loss.dfl),
         clip_norm=config.optim.clip_norm, optimizer=job.optim.optimizer, momentum=job.optim.momentum,
+        precision=precision, compile=config.graph.compile if here.device.type == "cuda" else "off",
     )  # fmt: skip
-    return TrainStep(detector, flat, options, here.reduce)
+    eager = build_step(detector, options, here.reduce, sync_bn=config.cluster.sync_bn)
+    warn = partial(events.write, "warning")
+    return GraphedStep(eager, mode=config.graph.mode, warn=lambda text: warn(text=text))
 
 
-def _restore(job: Job, step: TrainStep, events: EventLog | NullEventLog) -> Progress:
+def _restore(job: Job, step: GraphedStep, events: EventLog | NullEventLog) -> Progress:
     state, damaged = load_newest(job.folder / "checkpoints")
     for sentence in damaged:
         events.write("warning", text=sentence)
@@ -200,6 +221,11 @@ def _restore(job: Job, step: TrainStep, events: EventLog | NullEventLog) -> Prog
     if state["data_digest"] != job.data_digest:
         raise UserError(
             "the photos or labels have changed since the checkpoint was written: start a new run, or put the data back"
+        )
+    if state["config"]["batch"] != job.config.batch:  # a step would mean other photos
+        raise UserError(
+            f"the checkpoint was written with batch={state['config']['batch']}, this run has batch={job.config.batch}: "
+            "resume with the same batch"
         )
     progress = restore_state(step, state)
     events.write("note", text=f"going on from step {progress.step}")

@@ -167,6 +167,19 @@ class ClusterConfig(Section):
     sync_bn: bool = Field(default=True, description="batch statistics over all workers")
 
 
+class GraphConfig(Section):
+    """The training step as one CUDA graph."""
+
+    mode: Literal["auto", "require", "off"] = Field(
+        default="auto",
+        description="auto: on a GPU, without a graph where that fails; require: refuse then",
+    )
+    compile: Literal["off", "model"] = Field(
+        default="off",
+        description="model: torch.compile inside the graph; costs minutes at the start",
+    )
+
+
 class CheckpointConfig(Section):
     """How often state is written and how much is kept."""
 
@@ -203,6 +216,10 @@ class TrainConfig(Section):
         default=640, description="side of the square photos in pixels, a multiple of the stride"
     )
     seed: Annotated[int, Field(ge=0)] = Field(default=0, description="seed of every random number")
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
+        default="auto",
+        description="of products and activations, weights are float32; auto: bf16 on GPUs that have it",
+    )
     patience: Annotated[int, Field(ge=0)] = Field(
         default=100, description="epochs without gain; 0: never stop"
     )
@@ -227,6 +244,7 @@ class TrainConfig(Section):
     augment: AugmentConfig = AugmentConfig()
     eval: EvalConfig = EvalConfig()
     cluster: ClusterConfig = ClusterConfig()
+    graph: GraphConfig = GraphConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     mlflow: MlflowConfig = MlflowConfig()
 

@@ -132,7 +132,9 @@ class _CopyLane:
         """What is enqueued from now on sees all photos; remember the moment as that of ``step``."""
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self.arrived)
-        self.joined[step] = current.record_event()
+        event = torch.cuda.Event()
+        event.record(current)
+        self.joined[step] = event
 
 
 def _sent_at_once(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:

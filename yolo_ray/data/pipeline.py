@@ -18,6 +18,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 import ray
 import ray.data
 from ray.data.block import BlockAccessor
@@ -71,7 +72,11 @@ def _blocks(
     rows: int, batch: int, limits: StreamLimits, task: Callable[[Columns], Columns]
 ) -> list[Any]:
     """``rows`` numbers in blocks of ``batch``, in order, through ``task`` within the limits, all computed."""
-    dataset = ray.data.range(rows, override_num_blocks=max(1, rows // batch))
+    # Not ray.data.range: its reading tasks take a whole CPU each, which a small or full cluster may never have.
+    starts = range(0, rows, batch)
+    dataset = ray.data.from_blocks(
+        [pa.table({"id": np.arange(start, start + batch)}) for start in starts]
+    )
     context = dataset.context
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True

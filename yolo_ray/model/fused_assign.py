@@ -3,8 +3,9 @@
 Shapes: B images, A anchors, G rows of the flat list. Nothing of [G,A] ever reaches memory.
 """
 
-# A launch gives plain numbers for constexpr parameters.
-# pyright: reportArgumentType=false
+# Kernels are Triton's language: their values and launches have no Python types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 from __future__ import annotations
 
 import torch

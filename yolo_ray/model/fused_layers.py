@@ -5,8 +5,9 @@ torch copies what lies in strides, and the parts of a concatenation do, element 
 a small picture with few threads.
 """
 
-# A launch gives plain numbers for constexpr parameters.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# Kernels are Triton's language: their values and launches have no Python types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,8 +38,13 @@ class DenseConcatenation(TorchFunctionMode):
     ) -> Any:
         """Take over what ``_Concatenation`` can do, hand on all else."""
         if func is torch.cat and len(args) == 2 and args[1] == 1 and _are_rows(args[0]):
-            return _Concatenation.apply(*args[0])
+            return concatenate(*args[0])
         return func(*args, **(kwargs or {}))
+
+
+def concatenate(*parts: Tensor) -> Tensor:
+    """Activations whose pixels are rows of dense channels, side by side over channels."""
+    return _Concatenation.apply(*parts)
 
 
 def max_pool(x: Tensor, size: int) -> Tensor:

@@ -4,8 +4,9 @@ Shapes: B images, A anchors, C classes, R = reg_max bins. Logits are read in the
 gives, arithmetic is float32, gradients are written once, in the logits' precision.
 """
 
-# A launch gives plain numbers for constexpr parameters.
-# pyright: reportArgumentType=false
+# Kernels are Triton's language: their values and launches have no Python types.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 from __future__ import annotations
 
 from typing import Any

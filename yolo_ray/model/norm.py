@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.nn import functional
 
 Reduce = Callable[[Tensor], object]
 """Adds a tensor up over all workers, in place."""
@@ -132,7 +133,7 @@ class CentredMaxPool(nn.MaxPool2d):
     def forward(self, input: Tensor) -> Tensor:
         """Largest of each window of [B,C,H,W]."""
         if not (self.training and input.is_cuda):
-            return super().forward(input)
+            return functional.max_pool2d(input, self.kernel_size, 1, self.padding)
         from yolo_ray.model.fused_layers import max_pool  # Triton: on a GPU only
 
         assert isinstance(self.kernel_size, int)
@@ -141,11 +142,12 @@ class CentredMaxPool(nn.MaxPool2d):
 
 def _is_centred(pool: nn.MaxPool2d) -> bool:
     size = pool.kernel_size
-    is_odd = isinstance(size, int) and size % 2 == 1 and size < 16
+    if not isinstance(size, int) or size % 2 == 0 or size >= 16:
+        return False
     plain = (
         pool.stride == 1 and pool.dilation == 1 and not pool.ceil_mode and not pool.return_indices
     )
-    return is_odd and plain and pool.padding == size // 2
+    return plain and pool.padding == size // 2
 
 
 PLAIN: dict[type[nn.Module], type[nn.Module]] = {

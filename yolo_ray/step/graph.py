@@ -218,4 +218,4 @@ def _load(inputs: Batch, batch: Batch) -> None:
                 f"batch.{name} is {source.dtype} {tuple(source.shape)}, the graph was captured with "
                 f"{place.dtype} {tuple(place.shape)}: the rows of a worker and the image size never change"
             )
-    torch._foreach_copy_(places, sources)
+    torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateImportUsage]

@@ -51,7 +51,7 @@ def set_kernels(precision: str, *, deterministic: bool) -> None:
     torch.backends.cudnn.benchmark = not deterministic
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     # Filling fresh memory with NaN is a debugging aid that costs a kernel for every tensor.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 (untyped)
 
 
 class Forward:
@@ -155,7 +155,7 @@ def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None
         places.append(view)
         sources.append(_laid_out_as(view, gradient))
     for places, sources in by_dtype.values():
-        torch._foreach_copy_(places, sources)
+        torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _laid_out_as(view: Tensor, gradient: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from yolo_ray.augment.images import read_photo
+from yolo_ray.augment.images import PhotoError, read_photo
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.track import pictures
 from yolo_ray.track.progress import Progress, follow
@@ -65,25 +65,27 @@ class RunObserver:
     def finish(
         self, tracker: RunTracker | NullRun, folder: Path, status: Status, reason: str | None
     ) -> None:
-        """Draw the last pictures, hand over the weights, end the tracking run."""
-        if (folder / "results.csv").exists():
-            _draw_last(tracker, folder)
-        for name in ("best.pt", "last.pt"):
-            if (folder / "weights" / name).exists():
-                tracker.file(folder / "weights" / name, "weights")
-        tracker.close()
-        finish(tracker, status, reason)
+        """Draw the last pictures, hand over the weights, end the tracking run, whatever the pictures come to."""
+        try:
+            if (folder / "results.csv").exists():
+                _draw_last(tracker, folder)
+            for name in ("best.pt", "last.pt"):
+                if (folder / "weights" / name).exists():
+                    tracker.file(folder / "weights" / name, "weights")
+        finally:
+            tracker.close()
+            finish(tracker, status, reason)
 
 
 def _draw_last(tracker: RunTracker | NullRun, folder: Path) -> None:
-    """Curves of the run, and the best evaluation's predictions; a disk that refuses is a warning."""
+    """Curves of the run, and the best evaluation's predictions; a disk or photo that fails is a warning."""
     drawn: list[Path] = []
     try:
         pictures.draw_curves(folder / "results.csv", folder / "results.png")
         drawn.append(folder / "results.png")
         if (folder / EVALUATION_FILE).exists():
             drawn += _draw_evaluation(folder, tracker.names)
-    except OSError as error:
+    except (OSError, PhotoError) as error:
         tracker.warn(f"a picture is not written: {error}")
     for path in drawn:
         tracker.file(path, "pictures")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from yolo_ray.errors import UserError
 from yolo_ray.step.flat import View
-from yolo_ray.step.train_step import TrainStep
+from yolo_ray.step.graph import Step
 
 VERSION = 1
 # What torch.load raises for a torn or foreign file.
@@ -30,9 +30,13 @@ _NAME = re.compile(r"step_(\d+)\.pt$")
 
 @dataclass
 class Progress:
-    """The host side of a run's state. The position in the data is ``step``; the epoch follows from it."""
+    """The host side of a run's state. The position in the data is ``step``; the epoch follows from it.
+
+    ``ended``: epochs that were evaluated and written down; one behind ``step`` after a stop at an epoch's last step.
+    """
 
     step: int = 0
+    ended: int = 0
     best: float = -1.0
     best_epoch: int = -1
     best_metrics: dict[str, float] = field(default_factory=dict)
@@ -40,7 +44,7 @@ class Progress:
 
 
 def capture_state(
-    step: TrainStep, progress: Progress, config: dict[str, Any], digest: str
+    step: Step, progress: Progress, config: dict[str, Any], digest: str
 ) -> dict[str, Any]:
     """The versioned dict of a run's whole state; tensors are copied to the CPU in float32."""
     flat = step.flat
@@ -63,7 +67,7 @@ def capture_state(
     }
 
 
-def restore_state(step: TrainStep, state: dict[str, Any]) -> Progress:
+def restore_state(step: Step, state: dict[str, Any]) -> Progress:
     """Put a captured state back, bit for bit.
 
     Raises:

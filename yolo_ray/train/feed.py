@@ -61,6 +61,8 @@ class Feed:
 
     def batches(self, first_step: int) -> Generator[tuple[int, Batch]]:
         """``(step, batch)`` from ``first_step`` to the end; the photos of the mosaic's window come first."""
+        if first_step >= self.plan.total_steps:
+            return
         steps = range(first_step - (self.plan.window - 1), self.plan.total_steps)
         kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         for photos in _ahead(self.source(steps), self._waited):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, save_weights
 from yolo_ray.model.loss import head_gains_at
+from yolo_ray.step.graph import GraphedStep, Step
 from yolo_ray.step.reduce import AllReduce
 from yolo_ray.step.schedule import Schedule
-from yolo_ray.step.train_step import TrainStep
 from yolo_ray.train.checkpoint import (
     Progress,
     capture_state,
@@ -33,6 +34,8 @@ from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import Tracker
 
 NUM_PICTURED_STEPS = 3
+MAX_SKIPPED_STEPS = 10  # in a row, before the run gives up
+STOP_FILE = "stop"
 SUMMARY_FILE = "summary.json"
 EVALUATION_FILE = "evaluation.npz"
 
@@ -48,7 +51,7 @@ class Run:
     config: TrainConfig
     folder: Path
     detector: Detector
-    step: TrainStep
+    step: Step
     schedule: Schedule
     feed: Feed
     evaluate: Callable[[], EvalResult]
@@ -70,7 +73,7 @@ class Run:
     @property
     def stop_file(self) -> Path:
         """Its existence asks the run to stop at the next step."""
-        return self.folder / "stop"
+        return self.folder / STOP_FILE
 
 
 def fit(run: Run) -> None:
@@ -78,19 +81,22 @@ def fit(run: Run) -> None:
 
     Raises:
         StopRequested: the run was asked to stop; its checkpoint is written.
-        UserError: the losses are not finite for a whole logging interval.
+        UserError: no gradient was finite for ten steps in a row, or the disk refuses.
     """
     loop = _Loop(run)
-    stream = run.feed.batches(run.progress.step)
-    for step, batch in stream:
-        loop.train_one(step, batch)
-        if (step + 1) % run.schedule.steps_per_epoch == 0:
-            loop.end_epoch(step)
-            if loop.is_stale():
-                loop.note(f"no gain in {run.config.patience} epochs: training ends early")
-                break
-            loop.begin_epoch()
-    stream.close()
+    if loop.is_epoch_due():
+        loop.end_epoch(run.progress.step - 1)
+        loop.begin_epoch()
+    with closing(run.feed.batches(run.progress.step)) as stream:
+        for step, batch in () if loop.is_stale() else stream:
+            loop.train_one(step, batch)
+            if loop.is_epoch_due():
+                loop.end_epoch(step)
+                if loop.is_stale():
+                    break
+                loop.begin_epoch()
+    if run.progress.step < run.schedule.epochs * run.schedule.steps_per_epoch:
+        loop.note(f"no gain in {run.config.patience} epochs: training ends early")
     if run.rank == 0:
         loop.write_summary()
 
@@ -100,20 +106,17 @@ class _Loop:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.begin_time = time.perf_counter() - run.progress.elapsed_s
-        self.pictured = (
-            run.progress.step > 0
-        )  # a resumed run has its first batches' pictures already
-        self.num_images = 0
+        self.begin_time = time.perf_counter() - run.progress.elapsed_s  # of the run
+        self.start_time = time.perf_counter()  # of this process
         self.first_step = run.progress.step
         self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
         self.last_logged = run.progress.step
-        self.train_s = 0.0
+        self.skipped_in_a_row = 0
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         self.epoch_begin = time.perf_counter()
-        self.epoch_images = 0
+        self.epoch_steps = 0  # those of this process: a resume may begin in the middle
         self.losses[:] = 0
         self.run.feed.wait_s = 0.0
 
@@ -123,14 +126,14 @@ class _Loop:
     def train_one(self, step: int, batch: Any) -> None:
         """One training step and what falls due after it: log, checkpoint, stop."""
         run, epoch = self.run, step // self.run.schedule.steps_per_epoch
-        if self.run.rank == 0 and not self.pictured:
+        if run.rank == 0 and step < NUM_PICTURED_STEPS:
             self._picture(step, batch)
         self._ask_to_stop(step)
         controls = run.schedule.at(step)
         run.step.set_controls(controls, head_gains_at(epoch, run.config.epochs, run.step.num_heads))
         run.step(batch, update=bool(run.schedule.updates[step]))
         run.progress.step = step + 1
-        self.epoch_images += run.config.batch
+        self.epoch_steps += 1
         if run.config.data.log_samples:
             self._log_samples(step)
         last = (step + 1) % run.schedule.steps_per_epoch == 0
@@ -152,19 +155,15 @@ class _Loop:
         sums = run.step.read_sums()
         steps = step + 1 - self.last_logged
         self.last_logged = step + 1
-        if sums["skipped"] >= steps:
-            raise UserError(
-                f"every gradient of the last {steps} steps (to step {step + 1}) was not finite: lower lr0 "
-                f"(now {lr:.3g}) or raise optim.warmup_epochs; the last checkpoint is intact in {run.checkpoints}"
-            )
         trained = steps - sums["skipped"]
+        self._refuse_lost_run(step, lr, 0 if trained else steps)
         self.losses += np.array([sums["box"], sums["cls"], sums["dfl"], 1.0]) * trained
         seconds = time.perf_counter() - self.epoch_begin
-        speed = self.epoch_images / seconds
+        speed = self.epoch_steps * run.config.batch / seconds
         run.progress.elapsed_s = time.perf_counter() - self.begin_time
         done = step + 1 - self.first_step
         remaining = run.schedule.epochs * per_epoch - (step + 1)
-        since = max(time.perf_counter() - self.begin_time, 1e-9)
+        since = time.perf_counter() - self.start_time
         run.events.write(
             "step",
             epoch=step // per_epoch + 1, epochs=run.schedule.epochs,
@@ -182,29 +181,49 @@ class _Loop:
             self._checkpoint()
             raise StopRequested(f"stopped at step {step + 1}; go on with: resume={run.folder}")
 
+    def _refuse_lost_run(self, step: int, lr: float, skipped: int) -> None:
+        """One bad step is skipped and counted; nothing but bad steps means that the run has diverged."""
+        run = self.run
+        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
+        if self.skipped_in_a_row >= min(MAX_SKIPPED_STEPS, max(2, run.schedule.steps_per_epoch)):
+            raise UserError(
+                f"no gradient of the last {self.skipped_in_a_row} steps (to step {step + 1}) was finite: lower lr0 "
+                f"(now {lr:.3g}) or raise optim.warmup_epochs; the checkpoints in {run.checkpoints} are intact"
+            )
+
+    def is_epoch_due(self) -> bool:
+        """Whether all steps of an epoch are done and its end is not."""
+        epochs, rest = divmod(self.run.progress.step, self.run.schedule.steps_per_epoch)
+        return rest == 0 and epochs > self.run.progress.ended
+
+    def _row(self, step: int) -> dict[str, float]:
+        """What training itself adds to results.csv: means over the epoch's steps in this process."""
+        run, steps = self.run, self.epoch_steps
+        row = {"lr": run.schedule.at(step).lr, "skipped_steps": float(run.step.skipped)}
+        if steps == 0:  # resumed after the last step of the epoch
+            return row
+        seconds = time.perf_counter() - self.epoch_begin
+        means = (self.losses[:3] / max(self.losses[3], 1)).tolist()
+        losses = zip(("train/box", "train/cls", "train/dfl"), means, strict=True)
+        return {
+            **dict(losses),
+            **row,
+            "time/step_ms": 1000 * seconds / steps,
+            "time/data_wait_ms": 1000 * run.feed.wait_s / steps,
+            "speed/images_per_s": steps * run.config.batch / seconds,
+        }
+
     def end_epoch(self, step: int) -> None:
         """Evaluate, write the row, the weights and the checkpoint."""
         run = self.run
         epoch = step // run.schedule.steps_per_epoch
-        seconds = time.perf_counter() - self.epoch_begin
-        per_step = 1000 * seconds / run.schedule.steps_per_epoch
-        row = {
-            f"train/{name}": value
-            for name, value in zip(
-                ("box", "cls", "dfl"), self.losses[:3] / max(self.losses[3], 1), strict=True
-            )
-        }
-        row |= {
-            "lr": run.schedule.at(step).lr,
-            "time/step_ms": per_step,
-            "time/data_wait_ms": 1000 * run.feed.wait_s / run.schedule.steps_per_epoch,
-            "speed/images_per_s": self.epoch_images / seconds,
-            "skipped_steps": float(run.step.skipped),
-        }
+        row = self._row(step)
+        if isinstance(run.step, GraphedStep):
+            row |= {"graph/captures": run.step.captures, "graph/replays": run.step.replays}
         metrics = self._evaluate(epoch) if self._evaluates(epoch) else None
         row |= metrics or {}
         row["time/epoch_s"] = time.perf_counter() - self.epoch_begin
-        run.progress.elapsed_s = time.perf_counter() - self.begin_time
+        run.progress.ended = epoch + 1
         run.tracker.row(row, epoch=epoch + 1)
         is_best = metrics is not None and run.progress.best_epoch == epoch
         if run.rank == 0:
@@ -241,18 +260,15 @@ class _Loop:
             "elapsed_s": round(progress.elapsed_s, 1),
             **{name.removeprefix("val/"): value for name, value in progress.best_metrics.items()},
         }
-        (self.run.folder / SUMMARY_FILE).write_text(json.dumps(summary))
+        with disk_explained(self.run.folder):
+            (self.run.folder / SUMMARY_FILE).write_text(json.dumps(summary))
 
     def is_stale(self) -> bool:
-        """Whether ``patience`` epochs have passed without a gain."""
-        run = self.run
-        epoch = run.progress.step // run.schedule.steps_per_epoch - 1
-        stale = epoch - run.progress.best_epoch
-        return (
-            bool(run.config.patience)
-            and run.progress.best_epoch >= 0
-            and stale >= run.config.patience
-        )
+        """Whether an evaluation has found no gain for ``patience`` epochs."""
+        patience, progress = self.run.config.patience, self.run.progress
+        if not patience or progress.best_epoch < 0 or not self._evaluates(progress.ended - 1):
+            return False
+        return progress.ended - 1 - progress.best_epoch >= patience
 
     def _save_weights(self, epoch: int, *, is_best: bool) -> None:
         run = self.run
@@ -284,13 +300,14 @@ class _Loop:
             f"train_batch{step}", images, [boxes[index == i] for i in rows], [classes[index == i] for i in rows],
             step=step,
         )  # fmt: skip
-        self.pictured = step + 1 >= NUM_PICTURED_STEPS
 
     def _log_samples(self, step: int) -> None:
         folder = self.run.folder / "samples"
-        folder.mkdir(exist_ok=True)
-        with open(folder / f"rank_{self.run.rank}.csv", "a") as file:
-            file.write(f"{step},{' '.join(map(str, self.run.feed.ids.tolist()))}\n")
+        line = f"{step},{' '.join(map(str, self.run.feed.ids.tolist()))}\n"
+        with disk_explained(self.run.folder):
+            folder.mkdir(exist_ok=True)
+            with open(folder / f"rank_{self.run.rank}.csv", "a") as file:
+                file.write(line)
 
 
 def save_evaluation(path: Path, result: EvalResult, val: Records) -> None:
@@ -308,15 +325,18 @@ def save_evaluation(path: Path, result: EvalResult, val: Records) -> None:
     paths = np.array([str(val.paths[sample[0]]) for sample in result.samples])
     arrays = {"truth": np.concatenate(truth), "found": np.concatenate(found), "paths": paths}
     temporary = path.with_name(f".{path.name}")
-    with open(temporary, "wb") as file:
-        np.savez(file, **arrays, **vars(result.curves))
-    temporary.replace(path)
+    try:
+        with open(temporary, "wb") as file:
+            np.savez(file, **arrays, **vars(result.curves))
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class ema_weights:
     """The detector computes with the EMA weights inside, and has its own back, bit for bit, outside."""
 
-    def __init__(self, step: TrainStep) -> None:
+    def __init__(self, step: Step) -> None:
         self.flat = step.flat
 
     def __enter__(self) -> None:
