@@ -4,7 +4,7 @@
         --seeds 0 1 --options epochs=60 imgsz=320 batch=16 -- cluster.workers=2
 
 ``--options`` go to both, what follows ``--`` to ours alone. The photos are copied first, since Ultralytics
-writes cache files beside the labels. Seeds run at the same time; times are therefore not compared.
+writes cache files beside the labels. Times are not compared: this is about accuracy.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="yolo11n.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--options", nargs="*", default=[])
     parser.add_argument("--theirs", nargs="*", default=["workers=2"], help="for Ultralytics alone")
     arguments = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
@@ -126,7 +127,7 @@ def main(argv: list[str]) -> int:
         numbers = judge(arguments, weights, folder / f"judge_{kind}{seed}.log")
         return {"trainer": kind, "seed": seed, **numbers}
 
-    with ThreadPoolExecutor(len(jobs)) as pool:
+    with ThreadPoolExecutor(arguments.jobs) as pool:
         rows = list(pool.map(work, jobs))
     means = {
         kind: statistics.mean(row["map50"] for row in rows if row["trainer"] == kind)

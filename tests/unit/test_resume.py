@@ -44,6 +44,8 @@ def test_resumed_run_is_bit_equal(
 
     assert torch.equal(rest.step.flat.state, whole.step.flat.state), "weights and buffers"
     assert torch.equal(rest.step.flat.ema, whole.step.flat.ema)
+    assert torch.equal(rest.step.flat.counters, whole.step.flat.counters)
+    assert int(rest.step.flat.counters[0]) == 10
     assert torch.equal(rest.step.pending, whole.step.pending)
     slots = zip(
         rest.step.optimizer.slots.values(), whole.step.optimizer.slots.values(), strict=True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -16,6 +18,8 @@ from yolo_ray.errors import UserError
 MIN_WORKER_CPUS = 0.5
 MIN_DATA_CPUS = 0.5
 EPSILON = 1e-9
+# Written by `ray start` and by nothing else; Ray's own address="auto" also finds what other drivers started.
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 # What must be set before libraries are imported in workers and tasks; the doors explain each.
 WORKER_ENV = {
     "NO_ALBUMENTATIONS_UPDATE": "1",
@@ -52,7 +56,9 @@ class Placement:
 
 
 def connect(address: str | None) -> None:
-    """Join the cluster at ``address`` (or RAY_ADDRESS, or the one on this machine), or start a local one.
+    """Join the cluster at ``address`` (or RAY_ADDRESS, or one that ``ray start`` began here), or start a local one.
+
+    A local cluster that another run started for itself is never joined: it would end with that run.
 
     Raises:
         UserError: no cluster answers there.
@@ -61,23 +67,31 @@ def connect(address: str | None) -> None:
         return
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     options["runtime_env"] = {"env_vars": WORKER_ENV | _carried_env()}
-    target = address or os.environ.get("RAY_ADDRESS")
+    target = address or os.environ.get("RAY_ADDRESS") or _started_here()
     try:
-        if target:
+        if target and target != "local":
             ray.init(address=target, **options)
-            return
-        try:
-            ray.init(address="auto", **options)
-        except ConnectionError:
-            ray.init(include_dashboard=False, _node_ip_address="127.0.0.1", **options)
+        else:
+            ray.init(
+                address="local", include_dashboard=False, _node_ip_address="127.0.0.1", **options
+            )
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        reason = (
-            str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        )
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:200] if lines else type(error).__name__
         raise UserError(
             f"no Ray cluster answers at {target or 'this machine'} ({reason}): start one with `ray start --head`, "
-            "correct cluster.address, or set RAY_AUTH_MODE as the cluster has it"
+            "correct cluster.address (local starts one of its own), or set RAY_AUTH_MODE as the cluster has it"
         ) from error
+
+
+def _started_here() -> str | None:
+    """Where a cluster runs that ``ray start`` began on this machine: its address file, if somebody listens there."""
+    try:
+        host, port = CURRENT_CLUSTER.read_text().strip().rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=2):
+            return f"{host}:{port}"
+    except (OSError, ValueError):
+        return None
 
 
 def _carried_env() -> dict[str, str]:

@@ -277,5 +277,9 @@ def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], Ev
 
 def _evaluate_file(job: Job, here: Here) -> dict[str, float]:
     assert job.weights is not None
+    precision = resolve_precision(
+        job.config.precision, here.device
+    )  # the kernels of training's evaluations
+    set_kernels(precision, deterministic=job.config.deterministic)
     detector = load_detector(job.weights).to(here.device)
     return _build_evaluate(job, detector, here)().metrics

@@ -57,6 +57,7 @@ def capture_state(
         "version": VERSION,
         "model": _by_name(flat.state, flat.views),
         "ema": _by_name(flat.ema, flat.views),
+        "counters": flat.counters.cpu().clone(),
         "optimizer": {"name": step.options.optimizer, "slots": slots},
         "pending": _by_name(step.pending, trained),
         "skipped": int(step.skipped),
@@ -87,6 +88,8 @@ def restore_state(step: Step, state: dict[str, Any]) -> Progress:
     _put(flat.state, flat.views, state["model"])
     _put(flat.ema, flat.views, state["ema"])
     _put(step.pending, trained, state["pending"])
+    if "counters" in state:  # batches seen by each batch norm; no number depends on them
+        flat.counters.copy_(state["counters"])
     for name, slot in step.optimizer.slots.items():
         saved = state["optimizer"]["slots"][name]
         if slot.ndim:

@@ -1,0 +1,112 @@
+"""How a cluster's CPUs and GPUs are shared: a pure function of its nodes and the options."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from yolo_ray.cluster.preflight import place_on
+from yolo_ray.config.schema import ClusterConfig
+from yolo_ray.errors import UserError
+
+Nodes = list[dict[str, float]]
+
+
+def cpu_nodes(*counts: float) -> Nodes:
+    return [{"CPU": float(count), "memory": 1e9} for count in counts]
+
+
+def shares(nodes: Nodes, workers: int, **options: Any) -> tuple[float, float]:
+    """CPUs of one worker and of all photo reading."""
+    placement = place_on(nodes, ClusterConfig(workers=workers, **options))
+    return placement.cpus, placement.data.cpus * workers
+
+
+@pytest.mark.parametrize(
+    ("cpus", "workers", "expected"),
+    [
+        (1, 1, (0.5, 0.5)),
+        (2, 1, (1.0, 1.0)),
+        (2, 2, (0.5, 1.0)),
+        (2, 3, (0.5, 0.5)),
+        (4, 1, (3.0, 1.0)),
+        (4, 2, (1.0, 2.0)),
+        (4, 4, (0.5, 2.0)),
+        (16, 1, (14.0, 2.0)),
+        (16, 4, (3.0, 4.0)),
+        (16, 16, (0.5, 8.0)),
+        (64, 2, (28.0, 8.0)),
+        (64, 64, (0.5, 32.0)),
+    ],
+)
+def test_one_machine(cpus: int, workers: int, expected: tuple[float, float]) -> None:
+    assert shares(cpu_nodes(cpus), workers) == pytest.approx(expected)
+
+
+def test_nothing_is_idle_and_nothing_is_promised_twice() -> None:
+    for cpus, workers in itertools.product((1, 2, 3, 4, 6, 16, 64), range(1, 20)):
+        try:
+            worker, data = shares(cpu_nodes(cpus), workers)
+        except UserError:
+            assert workers * 0.5 + 0.5 > cpus
+            continue
+        assert workers * worker + data == pytest.approx(cpus)
+        assert worker >= 0.5 and data >= 0.5
+
+
+def test_a_reading_task_finds_room_on_a_node() -> None:
+    """Whatever node each worker lies on, some node has a task's CPUs left."""
+    for counts in ((2, 2), (3, 1, 1, 1), (4, 1), (8, 2, 2), (1, 1, 1), (16, 4)):
+        for workers in range(1, 6):
+            placement = place_on(cpu_nodes(*counts), ClusterConfig(workers=workers))
+            for nodes in itertools.product(range(len(counts)), repeat=workers):
+                left = [count - nodes.count(i) * placement.cpus for i, count in enumerate(counts)]
+                if min(left) >= 0:
+                    assert max(left) >= placement.data.task_cpus - 1e-9
+
+
+def test_a_worker_lies_on_one_node() -> None:
+    assert shares(cpu_nodes(3, 1, 1, 1), 2) == (1.0, 4.0)  # two of 2 CPUs do not fit
+    assert shares(cpu_nodes(4, 1), 2) == (2.0, 1.0)
+    with pytest.raises(UserError, match=r"lower cluster.workers to 1 or add nodes"):
+        shares(cpu_nodes(3, 1, 1, 1), 2, cpus_per_worker=2)
+
+
+def test_given_numbers_stay() -> None:
+    assert shares(cpu_nodes(16), 2, cpus_per_worker=3, data_cpus=1) == (3.0, 1.0)
+    assert shares(cpu_nodes(16), 2, cpus_per_worker=7.5) == (7.5, 1.0)
+    assert shares(cpu_nodes(16), 2, data_cpus=8) == (4.0, 8.0)
+    with pytest.raises(UserError, match=r"need 17 CPUs \(2 x 8 to train, 1 to read"):
+        shares(cpu_nodes(16), 2, cpus_per_worker=8, data_cpus=1)
+
+
+def test_gpus() -> None:
+    machine = [{"CPU": 16.0, "GPU": 1.0}]
+    assert shares(machine, 1) == (1.0, 15.0)
+    assert place_on(machine, ClusterConfig(workers=1)).use_gpu
+    assert not place_on(machine, ClusterConfig(workers=2)).use_gpu, "auto: not enough for all"
+    assert not place_on(machine, ClusterConfig(workers=1, gpu=False)).use_gpu
+    assert shares([{"CPU": 128.0, "GPU": 8.0}], 8, cpus_per_worker=2) == (2.0, 112.0)
+    assert shares([{"CPU": 2.0, "GPU": 2.0}], 2) == (0.5, 1.0)
+    with pytest.raises(
+        UserError, match=r"need 2 GPUs, the cluster has 1: lower cluster.workers to 1"
+    ):
+        shares(machine, 2, gpu=True)
+    with pytest.raises(UserError, match="has no GPU"):
+        shares(cpu_nodes(4), 1, gpu=True)
+
+
+def test_a_gpu_worker_needs_cpus_beside_its_gpu() -> None:
+    nodes = [{"CPU": 4.0, "GPU": 8.0}, {"CPU": 64.0}]
+    assert shares(nodes, 8) == (0.5, 64.0)
+    with pytest.raises(UserError, match=r"on the nodes of the GPUs.*lower cluster.workers to 4"):
+        shares(nodes, 8, cpus_per_worker=1)
+
+
+def test_too_small_says_what_is_missing() -> None:
+    with pytest.raises(UserError, match=r"need 5 CPUs .* has 2 on 1 node.*workers to 3"):
+        shares(cpu_nodes(2), 9)
+    with pytest.raises(UserError, match="add CPUs"):
+        shares(cpu_nodes(1), 1, cpus_per_worker=1)
