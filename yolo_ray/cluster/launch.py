@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import ray
 import ray.train
@@ -24,6 +23,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from yolo_ray.augment.images import build_transform
+from yolo_ray.cluster.folder import absolute_paths, check_writable, open_folder
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
 from yolo_ray.cluster.worker import (
     FAILURE_FILE,
@@ -39,14 +39,13 @@ from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import build_detector, load_detector
 from yolo_ray.step.schedule import resolve_optim
+from yolo_ray.train.checkpoint import disk_explained
 from yolo_ray.train.events import EventLog
 from yolo_ray.train.loop import STOP_FILE, SUMMARY_FILE
 from yolo_ray.train.report import NullTracker, Tracker
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
-Config = TypeVar("Config", bound=TrainConfig)
 STOP_GRACE_S = 120.0
-PROBE_BYTES = 2**20
 
 
 class Observer(Protocol):
@@ -101,9 +100,15 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     folder = open_folder(config)
     for name in (FAILURE_FILE, STOP_FILE):
         (folder / name).unlink(missing_ok=True)
-    dump(config, folder / RUN_CONFIG)
+    with disk_explained(folder):
+        dump(config, folder / RUN_CONFIG)
     tags = {"data_digest": train_records.digest, "val_digest": val_records.digest}
-    tracker = observer.start(config, folder, plan.records.names, tags)
+    try:
+        tracker = observer.start(config, folder, plan.records.names, tags)
+    except UserError:
+        if not config.resume:
+            shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
+        raise
     with _ended_properly(observer, tracker, folder):
         job = _build_job(config, folder, placement, plan, val_records, tracker)
         with observer.follow(folder), _stop_on_signals(folder):
@@ -111,6 +116,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
                 placement.sentence(),
                 job.optim.reason,
                 _loaded_sentence(config, detector.loaded),
+                _left_out_sentence(folder, train_records, val_records),
             ):
                 if sentence:
                     _say(folder, sentence)
@@ -118,6 +124,16 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         if not finished:
             raise StopRequested(f"stopped on request; go on with: resume={folder}")
         return _write_result(job, plan)
+
+
+def _left_out_sentence(folder: Path, *splits: Records) -> str:
+    bad = [str(one) for records in splits for one in records.bad]
+    if not bad:
+        return ""
+    path = folder / "left_out.txt"
+    with disk_explained(folder):
+        path.write_text("".join(f"{line}\n" for line in bad))
+    return f"{len(bad)} bad photo(s) left out, the first is {bad[0]}; all are in {path}"
 
 
 def _loaded_sentence(config: TrainConfig, loaded: tuple[int, int]) -> str:
@@ -161,29 +177,13 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         )  # fmt: skip
         metrics = _run_workers(job, evaluate_worker, 0)
     named = {name.removeprefix("val/"): value for name, value in metrics.items()}
-    return {"weights": weights, "imgsz": config.imgsz, "photos": len(val), **named}
-
-
-def absolute_paths(config: Config) -> Config:
-    """Workers run in other folders, on other nodes: every path they get is absolute."""
-    project = Path(config.project).expanduser()
-    if not project.is_absolute() and _inside_job():
-        if "project" in config.explicit:
-            raise UserError(
-                f"project={config.project} is relative, and a Ray job runs in a temporary copy of its folder: "
-                "give an absolute path"
-            )
-        project = Path.home() / "runs"
-    changes: dict[str, Any] = {"project": str(project.resolve())}
-    if config.data.path:
-        changes["data.path"] = str(Path(config.data.path).expanduser().resolve())
-    if config.model.endswith(".pt") and Path(config.model).expanduser().exists():
-        changes["model"] = str(Path(config.model).expanduser().resolve())
-    return config.override(changes)
-
-
-def _inside_job() -> bool:
-    return "runtime_resources/working_dir_files" in str(Path.cwd())
+    return {
+        "weights": weights,
+        "imgsz": config.imgsz,
+        "photos": len(val),
+        "left_out": len(val.bad),
+        **named,
+    }
 
 
 def _data_path(config: TrainConfig) -> Path:
@@ -202,36 +202,6 @@ def _load_data(config: TrainConfig) -> tuple[Records, Records]:
             "lower cluster.workers or add photos"
         )
     return train_records, val_records
-
-
-def check_writable(folder: Path) -> None:
-    """Try it before a cluster is started.
-
-    Raises:
-        UserError: nothing can be written there.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(PROBE_BYTES))
-    except OSError as error:
-        raise UserError(
-            f"{folder} cannot be written ({error.strerror}): pass project= with a folder that has room and is yours"
-        ) from error
-
-
-def open_folder(config: TrainConfig) -> Path:
-    """The run's folder: the one to resume, or a new one; a name that exists gets a number appended."""
-    if config.resume:
-        return Path(config.resume)
-    for number in itertools.count(1):
-        folder = Path(config.project) / (config.name if number == 1 else f"{config.name}{number}")
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-    raise AssertionError("counting never ends")
 
 
 def _build_job(
@@ -385,5 +355,6 @@ def _write_result(job: Job, plan: Plan) -> dict[str, Any]:
         "epochs": summary["steps"] // plan.steps_per_epoch,
         **summary,
     }
-    (job.folder / "result.json").write_text(json.dumps(result, indent=2))
+    with disk_explained(job.folder):
+        (job.folder / "result.json").write_text(json.dumps(result, indent=2))
     return result

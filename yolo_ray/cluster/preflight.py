@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from yolo_ray.errors import UserError
 MIN_WORKER_CPUS = 0.5
 MIN_DATA_CPUS = 0.5
 EPSILON = 1e-9
+BUSY_WAIT_S = 30.0
 # Written by `ray start` and by nothing else; Ray's own address="auto" also finds what other drivers started.
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 # What must be set before libraries are imported in workers and tasks; the doors explain each.
@@ -103,9 +105,20 @@ def place(cluster: ClusterConfig) -> Placement:
     """Share the cluster's CPUs and GPUs between workers and photo reading.
 
     Raises:
-        UserError: the cluster is too small; the message says what is missing.
+        UserError: the cluster is too small, or other jobs hold what this run needs; the message says what is missing.
     """
-    return place_on([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster)
+    placement = place_on([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster)
+    needed = placement.workers * (placement.cpus + placement.data.cpus)
+    end = time.monotonic() + BUSY_WAIT_S  # what ended a moment ago still holds its CPUs
+    while (free := ray.available_resources().get("CPU", 0.0)) < needed - EPSILON:
+        if time.monotonic() > end:
+            raise UserError(
+                f"this run takes {needed:g} CPUs and other jobs leave {free:g} free: two runs that share CPUs would "
+                "starve each other of photos; wait for them, set cluster.cpus_per_worker and cluster.data_cpus lower, "
+                "or give this run a cluster of its own with cluster.address=local"
+            )
+        time.sleep(0.5)
+    return placement
 
 
 def place_on(nodes: list[dict[str, float]], cluster: ClusterConfig) -> Placement:

@@ -14,6 +14,7 @@ import numpy as np
 
 from yolo_ray.augment.images import PhotoError, read_photo
 from yolo_ray.config.schema import TrainConfig
+from yolo_ray.errors import UserError
 from yolo_ray.track import pictures
 from yolo_ray.track.progress import Progress, follow
 from yolo_ray.track.run import NullRun, RunTracker, Status, finish, start_run
@@ -32,7 +33,7 @@ class RunObserver:
         """Create the tracking run, or reopen the one that the folder names.
 
         Raises:
-            UserError: the tracking server or database cannot be used.
+            UserError: the tracking server or database cannot be used, or the folder not be written.
         """
         if not config.mlflow.enabled:
             return NullRun(folder, names)
@@ -47,7 +48,13 @@ class RunObserver:
             names=names,
             run_id=run_id,
         )
-        known.write_text(json.dumps({"uri": tracker.uri, "run_id": tracker.run_id}))
+        try:
+            known.write_text(json.dumps({"uri": tracker.uri, "run_id": tracker.run_id}))
+        except OSError as error:
+            finish(tracker, "FAILED", str(error))
+            raise UserError(
+                f"{known} cannot be written ({error.strerror}): free some space or make it writable"
+            ) from error
         return tracker
 
     @contextmanager

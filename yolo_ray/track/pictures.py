@@ -126,7 +126,7 @@ def draw_predictions(
     width = pairs * pair_width + GAP_PX
     sheet = Image.new("RGB", (width, heading + rows * row_height + GAP_PX), PAPER)
     draw, font = ImageDraw.Draw(sheet), _font(round(heading * 0.62))
-    right = f"Prediction (score \u2265 {min_score:g})"
+    right = f"Prediction (score \u2265 {min_score:.2f})"
     for pair in range(min(pairs, max(count, 1))):
         for text, shift in (("Truth", 0), (right, side + GAP_PX)):
             left = 2 * GAP_PX + pair * pair_width + shift

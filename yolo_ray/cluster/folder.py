@@ -1,0 +1,66 @@
+"""Where a run lies: paths that hold on every node, and a folder that can be written."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+from yolo_ray.config.schema import TrainConfig
+from yolo_ray.errors import UserError
+
+Config = TypeVar("Config", bound=TrainConfig)
+PROBE_BYTES = 2**20
+
+
+def absolute_paths(config: Config) -> Config:
+    """Workers run in other folders, on other nodes: every path they get is absolute."""
+    project = Path(config.project).expanduser()
+    if not project.is_absolute() and _inside_job():
+        if "project" in config.explicit:
+            raise UserError(
+                f"project={config.project} is relative, and a Ray job runs in a temporary copy of its folder: "
+                "give an absolute path"
+            )
+        project = Path.home() / "runs"
+    changes: dict[str, Any] = {"project": str(project.resolve())}
+    if config.data.path:
+        changes["data.path"] = str(Path(config.data.path).expanduser().resolve())
+    if config.model.endswith(".pt") and Path(config.model).expanduser().exists():
+        changes["model"] = str(Path(config.model).expanduser().resolve())
+    return config.override(changes)
+
+
+def _inside_job() -> bool:
+    return "runtime_resources/working_dir_files" in str(Path.cwd())
+
+
+def check_writable(folder: Path) -> None:
+    """Try it before a cluster is started.
+
+    Raises:
+        UserError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(PROBE_BYTES))
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}): pass project= with a folder that has room and is yours"
+        ) from error
+
+
+def open_folder(config: TrainConfig) -> Path:
+    """The run's folder: the one to resume, or a new one; a name that exists gets a number appended."""
+    if config.resume:
+        return Path(config.resume)
+    for number in itertools.count(1):
+        folder = Path(config.project) / (config.name if number == 1 else f"{config.name}{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("counting never ends")
