@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -66,17 +65,6 @@ class Observer(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A run whose every input was judged."""
-
-    config: TrainConfig
-    folder: Path
-    train: Records
-    val: Records
-    plan: Plan
-
-
 def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     """Train; returns what result.json holds.
 
@@ -97,6 +85,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
     placement = place(config.cluster)
+    _check_device(config, placement)
     folder = open_folder(config)
     for name in (FAILURE_FILE, STOP_FILE):
         (folder / name).unlink(missing_ok=True)
@@ -124,6 +113,16 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         if not finished:
             raise StopRequested(f"stopped on request; go on with: resume={folder}")
         return _write_result(job, plan)
+
+
+def _check_device(config: TrainConfig, placement: Placement) -> None:
+    """Refuse what only a GPU can do before anything is created."""
+    for name, value in (("precision", config.precision), ("graph.mode", config.graph.mode)):
+        if not placement.use_gpu and value in ("bf16", "tf32", "require"):
+            raise UserError(
+                f"{name}={value} needs a GPU for each worker, and the cluster has none free for them: "
+                f"use {name}=auto, or add GPUs"
+            )
 
 
 def _left_out_sentence(folder: Path, *splits: Records) -> str:

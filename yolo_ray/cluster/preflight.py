@@ -19,6 +19,7 @@ from yolo_ray.errors import UserError
 MIN_WORKER_CPUS = 0.5
 MIN_DATA_CPUS = 0.5
 EPSILON = 1e-9
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**26, 2**30
 BUSY_WAIT_S = 30.0
 # Written by `ray start` and by nothing else; Ray's own address="auto" also finds what other drivers started.
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
@@ -129,8 +130,11 @@ def place_on(nodes: list[dict[str, float]], cluster: ClusterConfig) -> Placement
         raise UserError(_missing(nodes, cluster, use_gpu))
     cpus, data_cpus = shares
     each = data_cpus / workers
+    store = sum(node.get("object_store_memory", 0.0) for node in nodes)
+    # Two chunks a worker then take a quarter of the store at most; the rest is for what else is in flight.
+    chunk_bytes = int(min(max(store / (8 * workers), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
     return Placement(
-        workers, use_gpu, cpus, max(1, int(cpus)), StreamLimits(each, task_cpus=min(1.0, each))
+        workers, use_gpu, cpus, max(1, int(cpus)), StreamLimits(each, min(1.0, each), chunk_bytes)
     )
 
 

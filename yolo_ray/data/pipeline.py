@@ -36,12 +36,11 @@ from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records
 from yolo_ray.errors import UserError
 
-FIRST_CHUNK_STEPS = (
-    12  # small, so that training starts soon; each further chunk is twice as long, up to the budget
-)
-CHUNK_BYTES = 256 * 2**20
+# Small, so that training starts soon; each further chunk is twice as long, up to the budget.
+FIRST_CHUNK_STEPS = 12
 
 Columns = dict[str, np.ndarray]
+TaskOf = Callable[[range], Callable[[Columns], Columns]]  # the task that decodes a chunk of steps
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class StreamLimits:
 
     cpus: float  # of all its concurrent tasks together
     task_cpus: float  # of one task
+    chunk_bytes: int  # of the object store, by one chunk of photos; two are there at a time
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,31 @@ def _joined(parts: list[Columns]) -> Columns:
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def _chunks(steps: range, step_bytes: int) -> Iterator[range]:
-    """Runs of ``steps``: short first, then as long as the budget of bytes allows."""
-    longest = max(FIRST_CHUNK_STEPS, CHUNK_BYTES // step_bytes)
-    start, length = steps.start, FIRST_CHUNK_STEPS
+def _chunks(steps: range, longest: int) -> Iterator[range]:
+    """Runs of ``steps``: short first, each twice as long as the one before, up to ``longest``."""
+    start, length = steps.start, min(FIRST_CHUNK_STEPS, longest)
     while start < steps.stop:
         stop = min(start + length, steps.stop)
         yield range(start, stop)
         start, length = stop, min(length * 2, longest)
+
+
+def _stream(
+    steps: range, batch: int, step_bytes: int, limits: StreamLimits, task_of: TaskOf
+) -> Iterator[tuple[int, Columns]]:
+    """``(step, columns of batch rows)``; while one chunk of steps is used, the next is decoded."""
+
+    def decode(chunk: range) -> list[Any]:
+        return _blocks(len(chunk) * batch, batch, limits, task_of(chunk))
+
+    chunks = _chunks(steps, max(1, limits.chunk_bytes // step_bytes))
+    with ThreadPoolExecutor(1, thread_name_prefix="chunk") as pool:
+        chunk = next(chunks, None)
+        ahead = pool.submit(decode, chunk) if chunk is not None else None
+        while chunk is not None and ahead is not None:
+            blocks, now, chunk = ahead.result(), chunk, next(chunks, None)
+            ahead = pool.submit(decode, chunk) if chunk is not None else None
+            yield from zip(now, _batches(blocks, batch), strict=True)
 
 
 class _TrainTask:
@@ -217,22 +234,13 @@ def train_photos(
 ) -> Iterator[StepPhotos]:
     """The worker's photos of ``steps`` (negative ones are the mosaic's forerunners), in order."""
     plan: Plan = ray.get(plan_handle)
-    per_step = len(slots)
 
-    def decode(chunk: range) -> list[Any]:
-        task = _TrainTask(plan_handle, slots, chunk.start, albumentations)
-        return _blocks(len(chunk) * per_step, per_step, limits, task)
+    def task_of(chunk: range) -> _TrainTask:
+        return _TrainTask(plan_handle, slots, chunk.start, albumentations)
 
-    chunks = _chunks(steps, per_step * 3 * plan.imgsz**2)
-    with ThreadPoolExecutor(1, thread_name_prefix="chunk") as pool:
-        chunk = next(chunks)
-        ahead = pool.submit(decode, chunk)
-        while chunk is not None:
-            blocks, now, chunk = ahead.result(), chunk, next(chunks, None)
-            if chunk is not None:
-                ahead = pool.submit(decode, chunk)
-            for step, columns in zip(now, _batches(blocks, per_step), strict=True):
-                yield _step_photos(step, slots, columns)
+    step_bytes = len(slots) * 3 * plan.imgsz**2
+    for step, columns in _stream(steps, len(slots), step_bytes, limits, task_of):
+        yield _step_photos(step, slots, columns)
 
 
 def _step_photos(step: int, slots: range, columns: Columns) -> StepPhotos:
@@ -267,12 +275,10 @@ def eval_photos(
     records_handle: ray.ObjectRef, ids: np.ndarray, *, imgsz: int, batch: int, limits: StreamLimits
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """``(ids [batch], photos uint8 [batch,S,S,3])``; the last batch is padded with id -1. No ids, no batches."""
-    if len(ids) == 0:
-        return
-    rows = -(-len(ids) // batch) * batch
-    per_chunk = max(1, CHUNK_BYTES // (batch * 3 * imgsz**2)) * batch
-    for start in range(0, rows, per_chunk):
-        count = min(per_chunk, rows - start)
-        task = _EvalTask(records_handle, ids[start : start + count], imgsz)
-        for columns in _batches(_blocks(count, batch, limits, task), batch):
-            yield columns["id"], columns["photo"]
+    steps = range(-(-len(ids) // batch))
+
+    def task_of(chunk: range) -> _EvalTask:
+        return _EvalTask(records_handle, ids[chunk.start * batch : chunk.stop * batch], imgsz)
+
+    for _, columns in _stream(steps, batch, batch * 3 * imgsz**2, limits, task_of):
+        yield columns["id"], columns["photo"]
