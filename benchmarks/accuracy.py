@@ -39,6 +39,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="yolo11n.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--trainers", nargs="+", default=["ours", "theirs"])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--options", nargs="*", default=[])
     parser.add_argument("--theirs", nargs="*", default=["workers=2"], help="for Ultralytics alone")
@@ -74,9 +75,14 @@ def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path
     """The best weights of Ultralytics' run."""
     copy = folder / f"photos{seed}"
     shutil.copytree(arguments.data.parent, copy)
+    data = copy / arguments.data.name
+    data.chmod(0o644)
+    # Ultralytics takes a relative `path` as relative to its own settings, not to the file.
+    lines = [line for line in data.read_text().splitlines() if not line.startswith("path:")]
+    data.write_text("\n".join([f"path: {copy}", *lines]) + "\n")
     given = dict(option.split("=", 1) for option in [*arguments.options, *arguments.theirs])
     options: dict[str, Any] = {name: _number(value) for name, value in given.items()}
-    options |= {"model": arguments.model, "data": str(copy / arguments.data.name), "seed": seed}
+    options |= {"model": arguments.model, "data": str(data), "seed": seed}
     options |= {
         "project": str(folder),
         "name": f"theirs{seed}",
@@ -118,7 +124,7 @@ def main(argv: list[str]) -> int:
     arguments = parse(argv)
     arguments.data = arguments.data.resolve()
     folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
-    jobs = [(kind, seed) for seed in arguments.seeds for kind in ("ours", "theirs")]
+    jobs = [(kind, seed) for seed in arguments.seeds for kind in arguments.trainers]
     trainers = {"ours": train_ours, "theirs": train_theirs}
 
     def work(job: tuple[str, int]) -> dict[str, Any]:
@@ -131,7 +137,7 @@ def main(argv: list[str]) -> int:
         rows = list(pool.map(work, jobs))
     means = {
         kind: statistics.mean(row["map50"] for row in rows if row["trainer"] == kind)
-        for kind in trainers
+        for kind in arguments.trainers
     }
     result = {"command": " ".join(argv), "cpus": os.cpu_count(), "rows": rows, "mean_map50": means}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
