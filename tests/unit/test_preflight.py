@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from yolo_ray.cluster.folder import claimed
 from yolo_ray.cluster.preflight import place_on
 from yolo_ray.config.schema import ClusterConfig
 from yolo_ray.errors import UserError
@@ -110,3 +116,19 @@ def test_too_small_says_what_is_missing() -> None:
         shares(cpu_nodes(2), 9)
     with pytest.raises(UserError, match="add CPUs"):
         shares(cpu_nodes(1), 1, cpus_per_worker=1)
+
+
+def test_a_second_driver_stays_out(tmp_path: Path) -> None:
+    claim = tmp_path / "driver.json"
+    alive = subprocess.Popen(["sleep", "60"])
+    try:
+        claim.write_text(json.dumps({"host": socket.gethostname(), "pid": alive.pid}))
+        with pytest.raises(UserError, match=f"in use by process {alive.pid}"), claimed(tmp_path):
+            pass
+        assert claim.exists()
+    finally:
+        alive.kill()
+        alive.wait()
+    with claimed(tmp_path):  # its holder is dead now
+        assert json.loads(claim.read_text())["pid"] == os.getpid()
+    assert not claim.exists()

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import socket
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
+
+import psutil
 
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
@@ -64,3 +71,34 @@ def open_folder(config: TrainConfig) -> Path:
         except FileExistsError:
             continue
     raise AssertionError("counting never ends")
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Keep a second driver on this machine out of a run's folder. One that was killed leaves no claim behind.
+
+    Raises:
+        UserError: another process is training in the folder.
+    """
+    claim = folder / "driver.json"
+    holder = _living_holder(claim)
+    if holder is not None:
+        raise UserError(
+            f"{folder} is in use by process {holder}: wait for that run, or stop it first"
+        )
+    claim.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
+    try:
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _living_holder(claim: Path) -> int | None:
+    """The process that holds a claim, if it runs on this machine still."""
+    try:
+        holder = json.loads(claim.read_text())
+        host, pid = str(holder["host"]), int(holder["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    alive = host == socket.gethostname() and pid != os.getpid() and psutil.pid_exists(pid)
+    return pid if alive else None

@@ -22,7 +22,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from yolo_ray.augment.images import build_transform
-from yolo_ray.cluster.folder import absolute_paths, check_writable, open_folder
+from yolo_ray.cluster.folder import absolute_paths, check_writable, claimed, open_folder
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
 from yolo_ray.cluster.worker import (
     FAILURE_FILE,
@@ -87,11 +87,30 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     placement = place(config.cluster)
     _check_device(config, placement)
     folder = open_folder(config)
+    sentences = [
+        placement.sentence(),
+        _loaded_sentence(config, detector.loaded),
+        _left_out_sentence(folder, train_records, val_records),
+    ]
+    with claimed(folder):
+        return _train_in(folder, config, placement, plan, val_records, observer, sentences)
+
+
+def _train_in(
+    folder: Path,
+    config: TrainConfig,
+    placement: Placement,
+    plan: Plan,
+    val: Records,
+    observer: Observer,
+    sentences: list[str],
+) -> dict[str, Any]:
+    """The run itself, in a folder that is this driver's alone."""
     for name in (FAILURE_FILE, STOP_FILE):
         (folder / name).unlink(missing_ok=True)
     with disk_explained(folder):
         dump(config, folder / RUN_CONFIG)
-    tags = {"data_digest": train_records.digest, "val_digest": val_records.digest}
+    tags = {"data_digest": plan.records.digest, "val_digest": val.digest}
     try:
         tracker = observer.start(config, folder, plan.records.names, tags)
     except UserError:
@@ -99,14 +118,9 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
             shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
         raise
     with _ended_properly(observer, tracker, folder):
-        job = _build_job(config, folder, placement, plan, val_records, tracker)
+        job = _build_job(config, folder, placement, plan, val, tracker)
         with observer.follow(folder), _stop_on_signals(folder):
-            for sentence in (
-                placement.sentence(),
-                job.optim.reason,
-                _loaded_sentence(config, detector.loaded),
-                _left_out_sentence(folder, train_records, val_records),
-            ):
+            for sentence in (*sentences, job.optim.reason):
                 if sentence:
                     _say(folder, sentence)
             finished = _run_workers(job, train_worker, config.cluster.max_failures)
