@@ -140,8 +140,9 @@ def habit_mistakes(path: str, tree: ast.Module) -> list[str]:
             mistakes.append(f"{path}:{node.lineno} class {node.name}")
         if isinstance(node, ast.ExceptHandler) and swallows(node):
             mistakes.append(f"{path}:{node.lineno} swallows every error")
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_function and not is_kernel(node) and not is_typed(node):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if not is_kernel(node) and not is_typed(node):
             mistakes.append(f"{path}:{node.lineno} {node.name} is not fully typed")
     return mistakes
 
