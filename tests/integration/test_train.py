@@ -115,7 +115,7 @@ def test_ultralytics_opens_the_weights(trained: tuple[Path, Outcome, str], data:
     model = YOLO(run / "weights" / "best.pt")
     assert list(model.names.values()) == ["circle", "square", "triangle"]
     photo = next((data.parent / "images" / "val").iterdir())
-    found: list[Any] = model.predict(photo, imgsz=64, conf=0.0, verbose=False)
+    found: Any = model.predict(photo, imgsz=64, conf=0.0, verbose=False)
     assert len(found) == 1 and len(found[0].boxes) > 0
 
 
