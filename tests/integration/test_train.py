@@ -183,10 +183,15 @@ def test_ctrl_c_then_resume(head: Head, data: Path, tmp_path: Path) -> None:
     assert stopped.code == 75, stopped.stderr
     assert "resume=" in stopped.stderr and "Traceback" not in stopped.stderr
     assert runs_of(tmp_path)[0].info.status == "KILLED"
-    (checkpoint,) = (run / "checkpoints").glob("step_*.pt")
-    step = int(checkpoint.stem.split("_")[1])
+    newest = max((run / "checkpoints").glob("step_*.pt"))
+    step = int(newest.stem.split("_")[1])
 
     epochs = -(-step // 3) + 1
+    record = (run / "config.yaml").read_bytes()
+    wrong = head.run("train", f"resume={run}", "model=yolov8n.yaml")
+    assert wrong.code == 2 and "another model" in wrong.stderr
+    assert (run / "config.yaml").read_bytes() == record, "a refused resume leaves the run as it was"
+    assert runs_of(tmp_path)[0].info.status == "KILLED"
     again = head.run("train", f"resume={run}", f"epochs={epochs}")
     assert again.code == 0, again.stderr
     assert again.result["steps"] == epochs * 3 and again.result["run"] == str(run)

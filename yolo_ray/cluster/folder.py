@@ -34,7 +34,7 @@ def absolute_paths(config: Config) -> Config:
     changes: dict[str, Any] = {"project": str(project.resolve())}
     if config.data.path:
         changes["data.path"] = str(Path(config.data.path).expanduser().resolve())
-    if config.model.endswith(".pt") and Path(config.model).expanduser().exists():
+    if Path(config.model).expanduser().is_file():
         changes["model"] = str(Path(config.model).expanduser().resolve())
     return config.override(changes)
 

@@ -36,9 +36,9 @@ from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import StopRequested, UserError
-from yolo_ray.model.build import build_detector, load_detector
-from yolo_ray.step.schedule import resolve_optim
-from yolo_ray.train.checkpoint import disk_explained
+from yolo_ray.model.build import Detector, build_detector, load_detector
+from yolo_ray.step.schedule import ResolvedOptim, resolve_optim
+from yolo_ray.train.checkpoint import check_resumable, disk_explained, load_newest
 from yolo_ray.train.events import EventLog
 from yolo_ray.train.loop import STOP_FILE, SUMMARY_FILE
 from yolo_ray.train.report import NullTracker, Tracker
@@ -82,6 +82,12 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         imgsz=config.imgsz, augment=config.augment,
         moves_boxes=build_transform(config.augment.albumentations).moves_boxes,
     )  # fmt: skip
+    optim = resolve_optim(
+        config.optim, frozenset(config.explicit),
+        total_steps=plan.total_steps, num_classes=len(val_records.names),
+    )  # fmt: skip
+    if config.resume:
+        _check_resume(config, optim, plan, detector)
     check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
     placement = place(config.cluster)
@@ -127,6 +133,17 @@ def _train_in(
         if not finished:
             raise StopRequested(f"stopped on request; go on with: resume={folder}")
         return _write_result(job, plan)
+
+
+def _check_resume(
+    config: TrainConfig, optim: ResolvedOptim, plan: Plan, detector: Detector
+) -> None:
+    """Refuse a resume that cannot work while the old run is still as it was."""
+    state, _ = load_newest(Path(str(config.resume)) / "checkpoints")
+    if state is not None:
+        tensors = detector.net.state_dict().items()
+        shapes = {name: tensor.shape for name, tensor in tensors if tensor.is_floating_point()}
+        check_resumable(state, config, optim.optimizer, plan.records.digest, shapes)
 
 
 def _check_device(config: TrainConfig, placement: Placement) -> None:

@@ -218,15 +218,6 @@ def _restore(job: Job, step: GraphedStep, events: EventLog | NullEventLog) -> Pr
         events.write("warning", text=sentence)
     if state is None:
         return Progress()
-    if state["data_digest"] != job.data_digest:
-        raise UserError(
-            "the photos or labels have changed since the checkpoint was written: start a new run, or put the data back"
-        )
-    if state["config"]["batch"] != job.config.batch:  # a step would mean other photos
-        raise UserError(
-            f"the checkpoint was written with batch={state['config']['batch']}, this run has batch={job.config.batch}: "
-            "resume with the same batch"
-        )
     progress = restore_state(step, state)
     events.write("note", text=f"going on from step {progress.step}")
     return progress

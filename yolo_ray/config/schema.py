@@ -215,7 +215,9 @@ class TrainConfig(Section):
     imgsz: Annotated[int, Field(ge=32)] = Field(
         default=640, description="side of the square photos in pixels, a multiple of the stride"
     )
-    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="seed of every random number")
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        default=0, description="seed of every random number"
+    )
     precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
         default="auto",
         description="of products and activations, weights are float32; auto: bf16 on GPUs that have it",

@@ -190,7 +190,7 @@ def _digest(data: DataYaml, good: Sequence[_Judged], arrays: Mapping[str, np.nda
     total = hashlib.sha256()
     for one in good:
         place = Path(os.path.relpath(one.path, data.root)).as_posix()
-        total.update(f"{place}\0{one.size_bytes}\0".encode())
+        total.update(os.fsencode(f"{place}\0{one.size_bytes}\0"))
     for name in ("sizes", "offsets", "boxes", "classes"):
         little = arrays[name].astype(arrays[name].dtype.newbyteorder("<"))
         total.update(f"{name}{little.shape}\0".encode() + little.tobytes())

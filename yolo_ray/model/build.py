@@ -41,6 +41,7 @@ __all__ = [
 DETECTION_HEADS = ("Detect", "v10Detect")
 CLASS_BRANCHES = ("cv3", "one2one_cv3")
 UNREADABLE = (
+    AssertionError,  # Ultralytics asserts the suffix
     AttributeError,
     EOFError,
     ImportError,
@@ -138,7 +139,7 @@ def load_detector(path: str | Path) -> Detector:
     Raises:
         UserError: missing file, or not an Ultralytics detection checkpoint.
     """
-    source = _read_network(str(path))
+    source = _read_network(str(path), "weights")
     with torch.random.fork_rng(devices=[]):
         detector = _detector_from(source, tuple(source.names.values()), str(path))
     found, total = detector.loaded
@@ -234,22 +235,22 @@ def _read_architecture(model: str) -> dict[str, Any]:
     return architecture
 
 
-def _read_network(model: str) -> DetectionModel:
+def _read_network(model: str, option: str = "model") -> DetectionModel:
     """The float32 network in a checkpoint file, read by Ultralytics' safe loader."""
     path = Path(model)
     if not path.is_file():
         raise UserError(
-            f"model={model} is not a file here and nothing is downloaded: put the file there, or "
-            f"train from scratch with model={path.stem}.yaml"
+            f"{option}={model} is not a file here and nothing is downloaded: put the file there"
+            + (f", or train from scratch with model={path.stem}.yaml" if option == "model" else "")
         )
     if "'" in str(path.resolve()):  # Ultralytics drops quotes, then looks on the network
-        raise UserError(f"model={model} has a quote in its path: rename it")
+        raise UserError(f"{option}={model} has a quote in its path: rename it")
     yolo = _ultralytics()
     try:
         checkpoint, _ = yolo.torch_safe_load(str(path.resolve()), safe_only=True)
     except UNREADABLE as error:
         raise UserError(
-            f"model={model} is not an Ultralytics checkpoint ({type(error).__name__} on reading "
+            f"{option}={model} is not an Ultralytics checkpoint ({type(error).__name__} on reading "
             "it): pass the .pt of a detection model, or a .yaml to train from scratch"
         ) from error
     net = checkpoint.get("ema") or checkpoint.get("model")
@@ -257,11 +258,13 @@ def _read_network(model: str) -> DetectionModel:
     if head not in DETECTION_HEADS:
         kind = "no network" if net is None or isinstance(net, Mapping) else f"a {head}"
         raise UserError(
-            f"model={model} holds {kind} and no plain detector: pass the .pt of a detection model, "
+            f"{option}={model} holds {kind} and no plain detector: pass the .pt of a detection model, "
             "or a .yaml to train from scratch"
         )
     if net.is_fused():
-        raise UserError(f"model={model} is fused for inference: pass the .pt that training wrote")
+        raise UserError(
+            f"{option}={model} is fused for inference: pass the .pt that training wrote"
+        )
     args: Any = checkpoint.get("train_args") or {}
     net.__dict__["args"] = dict(args)
     return net.float()

@@ -58,6 +58,10 @@ class Sender:
 def absolute_uri(uri: str | None, project: Path) -> str:
     """The URI as any process may use it: SQLite's path made absolute, the default filled in."""
     if uri is None:
+        if "?" in str(project.resolve()):  # SQLAlchemy would cut the path there
+            raise UserError(
+                f"project={project} has a question mark in its path, which SQLite's address cannot hold"
+            )
         return f"sqlite:///{project.resolve() / 'mlflow.db'}"
     path = _sqlite_path(uri)
     return uri if path is None else f"sqlite:///{path.resolve()}"

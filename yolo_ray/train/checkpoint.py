@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
 from yolo_ray.step.flat import View
 from yolo_ray.step.graph import Step
@@ -137,6 +138,46 @@ def save_atomically(payload: Any, path: Path) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_resumable(
+    state: dict[str, Any],
+    config: TrainConfig,
+    optimizer: str,
+    digest: str,
+    shapes: dict[str, torch.Size],
+) -> None:
+    """Judge, before anything of the old run is touched, whether this run can go on from ``state``.
+
+    Args:
+        state: the checkpoint.
+        config: this run's.
+        optimizer: as ``auto`` was decided for this run.
+        digest: of this run's training data.
+        shapes: of this run's floating tensors, by name.
+
+    Raises:
+        UserError: what differs, and that it has to be as it was.
+    """
+    if {name: tensor.shape for name, tensor in state["model"].items()} != shapes:
+        raise UserError(
+            "the checkpoint belongs to another model or class count: resume with those it was made with"
+        )
+    if state["data_digest"] != digest:
+        raise UserError(
+            "the photos or labels have changed since the checkpoint was written: start a new run, or put the data back"
+        )
+    now = {"batch": config.batch, "seed": config.seed, "optimizer": optimizer}
+    then = {
+        **{name: state["config"][name] for name in ("batch", "seed")},
+        "optimizer": state["optimizer"]["name"],
+    }
+    for name, value in now.items():
+        if then[name] != value:  # a step would mean other photos, or the state of another rule
+            raise UserError(
+                f"the checkpoint was written with {name}={then[name]}, this run has {name}={value}: "
+                f"resume with {name}={then[name]}"
+            )
 
 
 @contextmanager
