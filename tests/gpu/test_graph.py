@@ -162,6 +162,7 @@ def test_eager_step_never_waits(batches: list[Batch]) -> None:
         run(step, batches[1])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert int(step.skipped) == 0, "both steps trained"
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(batches: list[Batch]) -> None:

@@ -82,12 +82,8 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         imgsz=config.imgsz, augment=config.augment,
         moves_boxes=build_transform(config.augment.albumentations).moves_boxes,
     )  # fmt: skip
-    optim = resolve_optim(
-        config.optim, frozenset(config.explicit),
-        total_steps=plan.total_steps, num_classes=len(val_records.names),
-    )  # fmt: skip
     if config.resume:
-        _check_resume(config, optim, plan, detector)
+        _check_resume(config, plan, detector)
     check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
     placement = place(config.cluster)
@@ -135,15 +131,14 @@ def _train_in(
         return _write_result(job, plan)
 
 
-def _check_resume(
-    config: TrainConfig, optim: ResolvedOptim, plan: Plan, detector: Detector
-) -> None:
+def _check_resume(config: TrainConfig, plan: Plan, detector: Detector) -> None:
     """Refuse a resume that cannot work while the old run is still as it was."""
     state, _ = load_newest(Path(str(config.resume)) / "checkpoints")
     if state is not None:
         tensors = detector.net.state_dict().items()
         shapes = {name: tensor.shape for name, tensor in tensors if tensor.is_floating_point()}
-        check_resumable(state, config, optim.optimizer, plan.records.digest, shapes)
+        optimizer = _optim_of(config, plan).optimizer
+        check_resumable(state, config, optimizer, plan.records.digest, shapes)
 
 
 def _check_device(config: TrainConfig, placement: Placement) -> None:
@@ -234,6 +229,16 @@ def _load_data(config: TrainConfig) -> tuple[Records, Records]:
     return train_records, val_records
 
 
+def _optim_of(config: TrainConfig, plan: Plan) -> ResolvedOptim:
+    """``optimizer=auto`` decided for this run."""
+    return resolve_optim(
+        config.optim,
+        frozenset(config.explicit),
+        total_steps=plan.total_steps,
+        num_classes=len(plan.records.names),
+    )
+
+
 def _build_job(
     config: TrainConfig,
     folder: Path,
@@ -242,14 +247,8 @@ def _build_job(
     val: Records,
     tracker: Tracker,
 ) -> Job:
-    optim = resolve_optim(
-        config.optim,
-        frozenset(config.explicit),
-        total_steps=plan.total_steps,
-        num_classes=len(val.names),
-    )
     return Job(
-        config=config, folder=folder, placement=placement, optim=optim, tracker=tracker,
+        config=config, folder=folder, placement=placement, optim=_optim_of(config, plan), tracker=tracker,
         plan=ray.put(plan), val=ray.put(val), names=plan.records.names, data_digest=plan.records.digest,
     )  # fmt: skip
 
