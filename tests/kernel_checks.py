@@ -17,7 +17,7 @@ from yolo_ray.augment.device import augment
 from yolo_ray.augment.fused import fused_images
 from yolo_ray.data.batch import Batch
 from yolo_ray.model import assign, fused_assign, fused_layers, fused_loss, loss
-from yolo_ray.model.boxes import boxes_from_distances, make_anchors
+from yolo_ray.model.boxes import boxes_from_distances, expected_distances, make_anchors
 from yolo_ray.model.norm import desynchronise, fuse
 
 MOTION = [
@@ -105,21 +105,31 @@ def box_terms() -> None:
     for expected, ours in zip(*results, strict=True):
         close(ours, expected)
     close(fused_loss.decoded_distances(raw, 16), results[0][0])
+    plain = torch.randn(2, 4, 200)
+    assert torch.equal(fused_loss.decoded_distances(plain, 1), expected_distances(plain, 1))
 
 
 def layers() -> None:
     x = torch.randn(2, 48, 9, 11).contiguous(memory_format=torch.channels_last)
 
-    def compute(pool: Callable[[Tensor], Tensor], cat: Callable[..., Tensor]) -> list[Tensor]:
+    def compute(
+        pool: Callable[[Tensor], Tensor], cat: Callable[..., Tensor], split: Callable[..., Any]
+    ) -> list[Tensor]:
         leaf = x.detach().requires_grad_()
-        y = cat(leaf.chunk(2, 1)[1], pool(leaf), leaf[:, :5], pool(pool(leaf)))
+        first, second = split(leaf, (16, 32))
+        y = cat(second, pool(leaf), leaf[:, :5], first, pool(pool(leaf)))
         weight = torch.linspace(-1, 1, y.numel()).view_as(y)
         return [y.detach(), *torch.autograd.grad((y * weight).sum(), leaf)]
 
     wanted = compute(
-        lambda t: nn.functional.max_pool2d(t, 5, 1, 2), lambda *parts: torch.cat(parts, 1)
+        lambda t: nn.functional.max_pool2d(t, 5, 1, 2),
+        lambda *parts: torch.cat(parts, 1),
+        lambda t, widths: t.split(widths, 1),
     )
-    ours = compute(lambda t: fused_layers.max_pool(t, 5), fused_layers.concatenate)
+    ours = compute(
+        lambda t: fused_layers.max_pool(t, 5), fused_layers.concatenate, fused_layers.split
+    )
+    assert torch.equal(fused_layers.dense(x[:, 16:]), x[:, 16:].contiguous())
     assert torch.equal(ours[0], wanted[0])
     close(ours[1], wanted[1])
 

@@ -20,7 +20,9 @@ from yolo_ray.errors import UserError
 from yolo_ray.model.assign import ONE_TO_MANY, ONE_TO_ONE, Truth, assign
 from yolo_ray.model.boxes import HeadOutput, boxes_from_distances, make_anchors
 from yolo_ray.model.build import build_detector
-from yolo_ray.model.fused_layers import DenseConcatenation, max_pool
+from yolo_ray.model.fused_conv import WeightLane
+from yolo_ray.model.fused_layers import max_pool
+from yolo_ray.model.fused_mode import FusedLayers
 from yolo_ray.model.loss import DetectionLoss, head_gains_at
 from yolo_ray.model.norm import fuse
 from yolo_ray.step.build import build_step
@@ -352,7 +354,7 @@ def test_pooling_and_concatenation_equal_torch(dtype: torch.dtype) -> None:
         return [y.detach(), *torch.autograd.grad((y * weight).float().sum(), leaf)]
 
     wanted = compute(lambda t: nn.functional.max_pool2d(t, 5, 1, 2))
-    with DenseConcatenation():
+    with FusedLayers(WeightLane(CUDA)):
         found = compute(lambda t: max_pool(t, 5))
     assert torch.equal(found[0], wanted[0])
     tolerance = 1e-6 if dtype == torch.float32 else 2e-2

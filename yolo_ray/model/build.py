@@ -98,6 +98,11 @@ class Detector(nn.Module):
         heads = (raw["one2many"], raw["one2one"]) if self.dual else (raw,)
         return tuple(HeadOutput(head["boxes"], head["scores"]) for head in heads)
 
+    @property
+    def head(self) -> Any:
+        """The detection head, Ultralytics' last layer."""
+        return _head_of(self.net)
+
     def one_to_one_parameters(self) -> set[str]:
         """Names of the parameters that only the one-to-one head trains; empty with one head."""
         return {name for name, _ in self.named_parameters() if ".one2one_" in name}

@@ -1,4 +1,4 @@
-"""Concatenation and max pooling of channels-last activations, in Triton; needs a GPU.
+"""Concatenation, splitting and max pooling of channels-last activations, in Triton; needs a GPU.
 
 Legend: B images, H x W pixels, C channels, N = B*H*W rows of dense channels.
 torch copies what lies in strides, and the parts of a concatenation do, element by element; and it pools
@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
-from torch.overrides import TorchFunctionMode
 
 from yolo_ray.model.fused_norm import rows_of_channels
 
@@ -26,25 +25,21 @@ TILE = 4096  # elements of one copy
 PIXELS, CHANNELS = 16, 64  # of one pooling program
 
 
-class DenseConcatenation(TorchFunctionMode):
-    """While it is entered, ``torch.cat`` of channels-last activations over channels is ours."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Take over what ``_Concatenation`` can do, hand on all else."""
-        if func is torch.cat and len(args) == 2 and args[1] == 1 and _are_rows(args[0]):
-            return concatenate(*args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def concatenate(*parts: Tensor) -> Tensor:
     """Activations whose pixels are rows of dense channels, side by side over channels."""
     return _Concatenation.apply(*parts)
+
+
+def split(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """``x.split(widths, 1)`` of dense channels-last activations; gradients are joined by our copies."""
+    return _Split.apply(x, tuple(widths))
+
+
+def dense(x: Tensor) -> Tensor:
+    """x channels last without gaps: itself, or a copy."""
+    if x.is_contiguous(memory_format=torch.channels_last) or not are_rows([x]):
+        return x.contiguous(memory_format=torch.channels_last)
+    return _joined([x])
 
 
 def max_pool(x: Tensor, size: int) -> Tensor:
@@ -52,11 +47,11 @@ def max_pool(x: Tensor, size: int) -> Tensor:
     return _MaxPool.apply(x.contiguous(memory_format=torch.channels_last), size)
 
 
-def _are_rows(tensors: Sequence[Tensor]) -> bool:
+def are_rows(tensors: Sequence[Tensor]) -> bool:
+    """Whether all are activations of one type whose pixels are rows of dense channels."""
     first = tensors[0]
     return first.ndim == 4 and all(
-        t.is_cuda
-        and t.dtype == first.dtype
+        t.dtype == first.dtype
         and t.stride(1) == 1
         and t.stride(2) == t.stride(3) * t.shape[3]
         and t.stride(0) == t.stride(2) * t.shape[2]
@@ -64,28 +59,42 @@ def _are_rows(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    batch, _, height, width = parts[0].shape
+    total = sum(part.shape[1] for part in parts)
+    first = parts[0]
+    out = torch.empty((batch, height, width, total), dtype=first.dtype, device=first.device)
+    rows, start = batch * height * width, 0
+    for part in parts:
+        channels = part.shape[1]
+        block = min(channels & -channels, 64)
+        tile = TILE // block
+        _copy_kernel[(triton.cdiv(rows, tile), channels // block)](
+            part, out, rows, part.stride(3), total, start, R=tile, C=block
+        )
+        start += channels
+    return out.permute(0, 3, 1, 2)
+
+
 class _Concatenation(Function):
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        batch, _, height, width = parts[0].shape
         ctx.widths = [part.shape[1] for part in parts]
-        total = sum(ctx.widths)
-        out = torch.empty(
-            (batch, height, width, total), dtype=parts[0].dtype, device=parts[0].device
-        )
-        rows, start = batch * height * width, 0
-        for part, channels in zip(parts, ctx.widths, strict=True):
-            block = min(channels & -channels, 64)
-            tile = TILE // block
-            _copy_kernel[(triton.cdiv(rows, tile), channels // block)](
-                part, out, rows, part.stride(3), total, start, R=tile, C=block
-            )
-            start += channels
-        return out.permute(0, 3, 1, 2)
+        return _joined(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         return gradients[0].split(ctx.widths, 1)
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...]) -> tuple[Tensor, ...]:
+        return x.split(widths, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return (_joined(gradients) if are_rows(gradients) else torch.cat(gradients, 1)), None
 
 
 class _MaxPool(Function):

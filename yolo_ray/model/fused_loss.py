@@ -27,6 +27,8 @@ def class_loss(logits_BCA: Tensor, classes_BA: Tensor, weight_BA: Tensor) -> Ten
 
 def decoded_distances(boxes_BDA: Tensor, reg_max: int) -> Tensor:
     """boxes.expected_distances without a gradient, float32 [B,4,A]."""
+    if reg_max == 1:  # the head gives distances themselves
+        return boxes_BDA.detach().float()
     batch, _, anchors = boxes_BDA.shape
     logits = boxes_BDA.detach().contiguous()
     out = torch.empty((batch, 4, anchors), device=logits.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Forward:
     Attributes:
         leaves: the tensors to differentiate by, in the order of the flat model's trained views.
         dtype: of the images it wants.
+        join: makes the current stream wait for gradients of ``leaves``; call it before they are read.
         channels: of the images it wants. bfloat16 convolutions are fast on multiples of 8 only, so the first
             filters see five more channels of zeros; they get weights and gradients that are dropped.
     """
@@ -74,10 +76,16 @@ class Forward:
         self.weights: dict[str, Tensor] = {}
         self.channels = IMAGE_CHANNELS
         self.layers: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.join: Callable[[], None] = _no_lane
         if flat.state.is_cuda and not compile:
-            from yolo_ray.model.fused_layers import DenseConcatenation  # Triton: on a GPU only
+            # Triton: on a GPU only.
+            from yolo_ray.model.fused_conv import WeightLane
+            from yolo_ray.model.fused_head import HeadLanes
+            from yolo_ray.model.fused_mode import fused_layers
 
-            self.layers = DenseConcatenation
+            lane = WeightLane(flat.state.device)
+            heads = HeadLanes(detector.head, flat.state.device)
+            self.layers, self.join = partial(fused_layers, lane, heads), lane.join
         if self.dtype != torch.float32:
             self._round_weights()
         if compile:
@@ -126,13 +134,18 @@ class Forward:
 
     def _call(self, weights: dict[str, Tensor], images: Tensor) -> Heads:
         if not weights:
-            return self.detector(images)
+            with self.layers():
+                return self.detector(images)
         # Nothing is worth caching: the filters are rounded already, and a replay has no cache.
         with (
             torch.autocast(images.device.type, dtype=self.dtype, cache_enabled=False),
             self.layers(),
         ):
             return functional_call(self.detector, weights, (images,))
+
+
+def _no_lane() -> None:
+    """All gradients are computed in line."""
 
 
 def first_filters(net: nn.Module) -> str:

@@ -109,6 +109,7 @@ class TrainStep:
         gradients = torch.autograd.grad(
             weighted.sum(), self.forward.leaves, allow_unused=True, materialize_grads=True
         )
+        self.forward.join()
         self.flat.wire.zero_()  # the padding too, which a skipped step may have filled with NaN
         copy_gradients(self._places, self.forward.narrowed(gradients))
         self._tail.copy_(torch.cat([sums.scores, sums.items.detach().flatten(), self.stop[None]]))

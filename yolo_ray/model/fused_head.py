@@ -1,0 +1,64 @@
+"""The branches of a detection head side by side in a captured step; needs a GPU.
+
+A head computes a box and a class branch for each level of the pyramid; none depends on another, and on the
+small levels none fills the card. Autograd runs each backward pass on the stream of its forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LANES = 3
+
+
+class HeadLanes:
+    """Streams for all branches but the first, which stays on the current one."""
+
+    def __init__(self, head: Any, device: torch.device) -> None:
+        self.head = head
+        self.streams = [torch.cuda.Stream(device) for _ in range(LANES)]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, the head computes its branches side by side while it is captured."""
+        if not torch.cuda.is_current_stream_capturing():
+            yield
+            return
+        self.head.forward_head = self._forward_head
+        try:
+            yield
+        finally:
+            del self.head.forward_head
+
+    def _forward_head(
+        self, x: list[Tensor], box_head: Sequence[nn.Module], cls_head: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """Raw boxes [b,4*reg_max,A], class logits [b,C,A] and the levels, as Ultralytics' head gives them."""
+        main = torch.cuda.current_stream()
+        boxes, scores = [], []
+        for level, features in enumerate(x):
+            # The large level keeps two streams busy, the small ones share the others.
+            box_lane = main if level == 0 else self.streams[1]
+            boxes.append(_on(box_lane, main, box_head[level], features))
+            scores.append(_on(self.streams[2 * (level > 0)], main, cls_head[level], features))
+        for stream in self.streams:
+            main.wait_stream(stream)
+        return {"boxes": _over_anchors(boxes), "scores": _over_anchors(scores), "feats": x}
+
+
+def _on(stream: Any, main: Any, branch: nn.Module, features: Tensor) -> Tensor:
+    if stream == main:
+        return branch(features)
+    stream.wait_stream(main)
+    features.record_stream(stream)  # its memory is not for others while this stream may read it
+    with torch.cuda.stream(stream):
+        return branch(features)
+
+
+def _over_anchors(levels: Sequence[Tensor]) -> Tensor:
+    return torch.cat([level.flatten(2) for level in levels], 2)
