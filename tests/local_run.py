@@ -59,6 +59,7 @@ class LocalOptions:
     optimizer: str = "SGD"
     frozen_norm: bool = False
     double: bool = False
+    micro_batch: int | None = None
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(close_mosaic=0))
 
 
@@ -88,7 +89,7 @@ class LocalRun:
             synchronise(self.detector.net, reduce)
         step_options = StepOptions(
             batch=options.batch, imgsz=options.imgsz, gains=(7.5, 0.5, 1.5), clip_norm=10.0,
-            optimizer=options.optimizer, momentum=0.9,
+            optimizer=options.optimizer, momentum=0.9, micro_batch=options.micro_batch,
         )  # fmt: skip
         flat = FlatModel(self.detector, muon=options.optimizer == "MuSGD")
         self.step = TrainStep(self.detector, flat, step_options, reduce)

@@ -105,6 +105,7 @@ def test_bad_data(
         (["mosiac=0"], "did you mean"),
         (["workers=7", "batch=8"], "cluster.workers"),
         (["batch=1", "cluster.workers=2"], "batch"),
+        (["batch=auto"], "this run has none: set batch"),
         (["device=0"], "device"),
         (["resume=nowhere"], "nowhere"),
         (["albumentations=[{transform: Blurr}]"], "Blur"),

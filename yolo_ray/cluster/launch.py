@@ -24,6 +24,7 @@ from ray.train.torch import TorchTrainer
 from yolo_ray.augment.images import build_transform
 from yolo_ray.cluster.folder import absolute_paths, check_writable, claimed, open_folder
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
+from yolo_ray.cluster.probe import resolve_batch
 from yolo_ray.cluster.worker import (
     FAILURE_FILE,
     Job,
@@ -74,6 +75,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     """
     config = absolute_paths(config)
     train_records, val_records = _load_data(config)
+    config = resolve_batch(config, train_records)
     detector = build_detector(
         config.model, train_records.names, imgsz=config.imgsz, seed=config.seed
     )
@@ -144,7 +146,7 @@ def _check_resume(config: TrainConfig, plan: Plan, detector: Detector) -> None:
 def _check_device(config: TrainConfig, placement: Placement) -> None:
     """Refuse what only a GPU can do before anything is created."""
     for name, value in (("precision", config.precision), ("graph.mode", config.graph.mode)):
-        if not placement.use_gpu and value in ("bf16", "tf32", "require"):
+        if not placement.use_gpu and value in ("bf16", "fp16", "tf32", "require"):
             raise UserError(
                 f"{name}={value} needs a GPU for each worker, and the cluster has none free for them: "
                 f"use {name}=auto, or add GPUs"

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,12 +28,11 @@ from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, build_detector, load_detector
-from yolo_ray.step.build import build_step
+from yolo_ray.step.build import build_step, step_options
 from yolo_ray.step.graph import GraphedStep
 from yolo_ray.step.precision import resolve_precision, set_kernels
 from yolo_ray.step.reduce import AllReduce, distributed_reduce, no_reduce
 from yolo_ray.step.schedule import ResolvedOptim, Schedule
-from yolo_ray.step.train_step import StepOptions
 from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
 from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, rank_images
 from yolo_ray.train.events import EventLog, NullEventLog
@@ -45,6 +44,7 @@ from yolo_ray.train.report import NullTracker, Tracker
 T = TypeVar("T")
 FAILURE_FILE = "failure.txt"
 EVAL_CACHE_BYTES = 256 * 2**20
+MIN_COMPILED_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,12 @@ class Here:
     def reduce(self) -> AllReduce:
         """Sums a tensor over all ranks in place."""
         return distributed_reduce if self.workers > 1 else no_reduce
+
+    def agree(self, value: bool) -> bool:
+        """Whether all ranks say yes."""
+        votes = torch.tensor([float(not value)], device=self.device)
+        dist.all_reduce(votes)
+        return not votes.item()
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every rank, on every rank."""
@@ -159,7 +165,7 @@ def _train(job: Job, here: Here) -> bool:
         here.device
     )
     detector.train()
-    step = _build_step(job, detector, here, events)
+    step = _build_step(job, detector, here, events, plan.total_steps)
     progress = _restore(job, step, events)
     steps = here.gather(progress.step)
     if len(set(steps)) > 1:  # a network disk may show a new file late; the restart looks again
@@ -196,20 +202,38 @@ def _check_shared(folder: Path) -> None:
 
 
 def _build_step(
-    job: Job, detector: Detector, here: Here, events: EventLog | NullEventLog
+    job: Job, detector: Detector, here: Here, events: EventLog | NullEventLog, steps: int
 ) -> GraphedStep:
     """The training step of this worker: one graph replay on a GPU, eager elsewhere."""
     config = job.config
     precision = resolve_precision(config.precision, here.device)
     set_kernels(precision, deterministic=config.deterministic)
-    options = StepOptions(
-        batch=config.batch, imgsz=config.imgsz, gains=(config.loss.box, config.loss.cls, config.loss.dfl),
-        clip_norm=config.optim.clip_norm, optimizer=job.optim.optimizer, momentum=job.optim.momentum,
-        precision=precision, compile=config.graph.compile if here.device.type == "cuda" else "off",
-    )  # fmt: skip
+    options = step_options(config, job.optim, precision)
+    options = replace(options, compile=_compile_option(config, here, steps, events))
     eager = build_step(detector, options, here.reduce, sync_bn=config.cluster.sync_bn)
-    warn = partial(events.write, "warning")
-    return GraphedStep(eager, mode=config.graph.mode, warn=lambda text: warn(text=text))
+    return GraphedStep(
+        eager,
+        mode=config.graph.mode,
+        warn=lambda text: events.write("warning", text=text),
+        agree=here.agree if here.workers > 1 else None,
+    )
+
+
+def _compile_option(
+    config: TrainConfig, here: Here, steps: int, events: EventLog | NullEventLog
+) -> str:
+    """``graph.compile`` as it is worth it: minutes of compiling do not pay in a short run."""
+    wanted = config.graph.compile
+    if here.device.type != "cuda":
+        return "off"
+    if wanted != "off" and config.graph.mode != "require" and steps < MIN_COMPILED_STEPS:
+        events.write(
+            "note",
+            text=f"graph.compile={wanted} is left out: it pays from about {MIN_COMPILED_STEPS} steps on, this run has "
+            f"{steps}; graph.mode=require compiles all the same",
+        )
+        return "off"
+    return wanted
 
 
 def _restore(job: Job, step: GraphedStep, events: EventLog | NullEventLog) -> Progress:

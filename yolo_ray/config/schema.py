@@ -10,7 +10,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from yolo_ray.config.options import build, find_option, refuse_lookalikes, values_of
 
@@ -18,6 +26,11 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(min_length=1)]
+AUTO_BATCH = 0  # what ``batch=auto`` is until a GPU was measured
+
+
+def _batch_number(value: Any) -> Any:
+    return AUTO_BATCH if value in ("auto", -1) and not isinstance(value, bool) else value
 
 
 class Section(BaseModel):
@@ -174,9 +187,9 @@ class GraphConfig(Section):
         default="auto",
         description="auto: on a GPU, without a graph where that fails; require: refuse then",
     )
-    compile: Literal["off", "model"] = Field(
+    compile: Literal["off", "model", "step"] = Field(
         default="off",
-        description="model: torch.compile inside the graph; costs minutes at the start",
+        description="torch.compile inside the graph, of the model or of loss and optimizer too; costs minutes",
     )
 
 
@@ -209,8 +222,9 @@ class TrainConfig(Section):
     epochs: Annotated[int, Field(ge=1)] = Field(
         default=100, description="times that every photo is seen"
     )
-    batch: Annotated[int, Field(ge=1)] = Field(
-        default=16, description="photos of one step over ALL workers"
+    batch: Annotated[int, BeforeValidator(_batch_number), Field(ge=0)] = Field(
+        default=16,
+        description="photos of one step over ALL workers; auto (or -1): as many as the GPUs hold",
     )
     imgsz: Annotated[int, Field(ge=32)] = Field(
         default=640, description="side of the square photos in pixels, a multiple of the stride"
@@ -218,9 +232,13 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
         default=0, description="seed of every random number"
     )
-    precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
+    micro_batch: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="photos of a worker that go through the network at once, to save memory; null: all",
+    )
+    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = Field(
         default="auto",
-        description="of products and activations, weights are float32; auto: bf16 on GPUs that have it",
+        description="of products and activations, weights are float32; auto: bf16 or fp16 on GPUs",
     )
     patience: Annotated[int, Field(ge=0)] = Field(
         default=100, description="epochs without gain; 0: never stop"
@@ -252,7 +270,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if self.batch < self.cluster.workers:
+        if AUTO_BATCH != self.batch < self.cluster.workers:
             raise ValueError(
                 f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
                 "so a worker would have no photo; raise batch or lower cluster.workers"

@@ -5,7 +5,8 @@ b rows of this worker, R photos a row in the ring, S the image side, G box capac
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -39,6 +40,26 @@ class Batch:
         """The same batch on ``device``; what is there already is not copied."""
         tensors = {field.name: getattr(self, field.name) for field in fields(self)}
         return Batch(**{k: v.to(device, non_blocking=non_blocking) for k, v in tensors.items()})
+
+
+def micro_batches(batch: Batch, rows: int | None) -> Iterator[Batch]:
+    """The batch in parts of at most ``rows`` rows, each with the whole list of boxes; None: itself."""
+    total = len(batch.picks)
+    if rows is None or rows >= total:
+        yield batch
+        return
+    for start in range(0, total, rows):
+        yield take_rows(batch, start, min(start + rows, total))
+
+
+def take_rows(batch: Batch, start: int, stop: int) -> Batch:
+    """The rows [start, stop) of a batch; boxes of other rows stay in the list and are not valid."""
+    per_row = ("picks", "origins", "extents", "centre", "canvas", "inverse", "hsv")
+    parts = {name: getattr(batch, name)[start:stop] for name in per_row}
+    index = batch.image_index - start
+    inside = (index >= 0) & (index < stop - start)
+    truth = {"image_index": torch.where(inside, index, 0), "valid": batch.valid & inside}
+    return replace(batch, **parts, **truth)
 
 
 class PhotoRing:

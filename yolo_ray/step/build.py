@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from yolo_ray.config.schema import TrainConfig
 from yolo_ray.model.build import Detector
 from yolo_ray.model.norm import fuse, synchronise
 from yolo_ray.step.flat import FlatModel
 from yolo_ray.step.reduce import AllReduce, no_reduce
+from yolo_ray.step.schedule import ResolvedOptim
 from yolo_ray.step.train_step import StepOptions, TrainStep
+
+
+def step_options(config: TrainConfig, optim: ResolvedOptim, precision: str) -> StepOptions:
+    """A run's options as its step needs them; ``precision`` as ``resolve_precision`` gives it."""
+    return StepOptions(
+        batch=config.batch,
+        imgsz=config.imgsz,
+        gains=(config.loss.box, config.loss.cls, config.loss.dfl),
+        clip_norm=config.optim.clip_norm,
+        optimizer=optim.optimizer,
+        momentum=optim.momentum,
+        precision=precision,
+        compile=config.graph.compile,
+        micro_batch=config.micro_batch,
+    )
 
 
 def build_step(

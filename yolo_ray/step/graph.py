@@ -7,6 +7,8 @@ batch that every batch is copied into.
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -17,13 +19,15 @@ from torch import Tensor
 from yolo_ray.data.batch import Batch
 from yolo_ray.errors import UserError
 from yolo_ray.step.flat import FlatModel
+from yolo_ray.step.memory import measure_memory, memory_limit
 from yolo_ray.step.optim import Optimizer
+from yolo_ray.step.scale import LossScale
 from yolo_ray.step.schedule import Controls
 from yolo_ray.step.train_step import StepOptions, TrainStep
 
-WARM_UP_STEPS = (
-    3  # cuDNN and Triton choose and compile kernels in these; none may do so in a capture
-)
+# cuDNN and Triton choose and compile kernels in these; none may do so in a capture. The last is timed.
+WARM_UP_STEPS = 3
+TIMED_REPLAYS = 2
 SMALL = tuple(field.name for field in fields(Batch) if field.name != "photos")
 Key = tuple[int, bool]  # box capacity, update
 
@@ -34,6 +38,28 @@ class _Captured:
     inputs: Batch
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a capture cost and what a replay saves."""
+
+    capture_s: float
+    eager_ms: float
+    replay_ms: float
+
+    @property
+    def break_even(self) -> float:
+        """Steps after which the capture has paid for itself; infinite if a replay is no faster."""
+        saved_ms = self.eager_ms - self.replay_ms
+        return self.capture_s * 1000 / saved_ms if saved_ms > 0 else math.inf
+
+    def sentence(self, steps: int) -> str:
+        """For people; ``steps`` of the run."""
+        return (
+            f"the step is captured as a CUDA graph: {self.replay_ms:.1f} ms a replay, {self.eager_ms:.1f} ms without; "
+            f"the capture took {self.capture_s:.1f} s, paid back after {self.break_even:.0f} of {steps} steps"
+        )
+
+
 class GraphedStep:
     """``GraphedStep(step)(batch, update=...)``: the same numbers as ``step``, by one graph launch.
 
@@ -41,18 +67,31 @@ class GraphedStep:
         mode: "auto" (a capture that fails leaves the run eager, with one warning), "require" or "off".
         captures, replays: how many there were.
         reason: why steps run eagerly; empty while they are replayed.
+        cost: of the first capture, once there is one.
     """
 
     def __init__(
-        self, step: TrainStep, *, mode: str = "auto", warn: Callable[[str], None] = warnings.warn
+        self,
+        step: TrainStep,
+        *,
+        mode: str = "auto",
+        warn: Callable[[str], None] = warnings.warn,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         """Wrap ``step``.
+
+        Args:
+            step: the eager step.
+            mode: see above.
+            warn: called with a sentence when "auto" falls back.
+            agree: collective: whether all ranks say yes; None: this one is alone.
 
         Raises:
             UserError: mode "require" without a GPU.
         """
-        self.step, self.mode, self.warn = step, mode, warn
+        self.step, self.mode, self.warn, self.agree = step, mode, warn, agree
         self.captures = self.replays = 0
+        self.cost: Cost | None = None
         self.reason = "graph.mode=off" if mode == "off" else ""
         if not step.flat.state.is_cuda:
             if mode == "require":
@@ -94,44 +133,90 @@ class GraphedStep:
 
     def _try_capture(self, key: Key, batch: Batch) -> bool:
         kept = _Snapshot(self.step)
+        begin, failure, graph = time.perf_counter(), None, None
+        inputs = self._static(key, batch)
+        eager_ms = self._warm_up(inputs, kept, update=key[1])
         try:
-            self._graphs[key] = self._capture(key, batch)
+            graph = self._capture(inputs, update=key[1])
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(inputs, kept) from error
         except RuntimeError as error:  # what torch raises for calls that a capture refuses
-            text = str(error).strip().splitlines()
-            reason = text[0] if text else type(error).__name__
-            if self.mode == "require":
-                raise UserError(
-                    f"graph.mode=require, but the training step cannot be captured: {reason}; "
-                    "use graph.mode=auto to train without a graph"
-                ) from error
-            self.reason = f"the training step cannot be captured: {reason}"
-            self._graphs.clear()
-            self.warn(f"{self.reason}; steps run without a graph, which is slower")
+            failure = error
+        # A rank alone in eager mode would be right, but no faster than it: all go the same way.
+        everywhere = self.agree(failure is None) if self.agree else failure is None
+        if everywhere and graph is not None:
+            self._graphs[key] = _Captured(graph, inputs)
+            self.captures += 1
+            if self.cost is None:
+                capture_s = time.perf_counter() - begin
+                self.cost = Cost(capture_s, eager_ms, _timed_ms(graph.replay, TIMED_REPLAYS))
         kept.put_back()
-        return key in self._graphs
+        if not everywhere:
+            self._give_up(failure)
+        return everywhere
 
-    def _capture(self, key: Key, batch: Batch) -> _Captured:
-        capacity, update = key
+    def _give_up(self, failure: RuntimeError | None) -> None:
+        lines = str(failure or "").strip().splitlines()
+        why = lines[0] if lines else "another worker could not"
+        if self.mode == "require":
+            raise UserError(
+                f"graph.mode=require, but the training step cannot be captured: {why}; "
+                "use graph.mode=auto to train without a graph"
+            ) from failure
+        self.reason = f"the training step cannot be captured: {why}"
+        self._graphs.clear()
+        self.warn(f"{self.reason}; steps run without a graph, which is slower")
+
+    def _static(self, key: Key, batch: Batch) -> Batch:
+        """The inputs that all graphs of a capacity read, holding ``batch``."""
+        capacity = key[0]
         if capacity not in self._inputs:
             small = {name: getattr(batch, name).clone() for name in SMALL}
             self._inputs[capacity] = Batch(photos=batch.photos, **small)
-        inputs = self._inputs[capacity]
-        _load(inputs, batch)
+        _load(self._inputs[capacity], batch)
+        return self._inputs[capacity]
+
+    def _warm_up(self, inputs: Batch, kept: _Snapshot, *, update: bool) -> float:
+        """Eager steps on the capturing stream; milliseconds of the last. What they raise is the step's own fault."""
         current, side = torch.cuda.current_stream(), self._stream
         assert side is not None
         side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS):
-                self.step(inputs, update=update)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UP_STEPS - 1):
+                    self.step(inputs, update=update)
+                last_ms = _timed_ms(lambda: self.step(inputs, update=update), 1)
+        except torch.OutOfMemoryError as error:
+            raise self._out_of_memory(inputs, kept) from error
         current.wait_stream(side)
+        return last_ms
+
+    def _capture(self, inputs: Batch, *, update: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # thread_local: the threads that read photos may go on allocating while this one captures.
         with torch.cuda.graph(
-            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             self.step(inputs, update=update)
-        self.captures += 1
-        return _Captured(graph, inputs)
+        return graph
+
+    def _out_of_memory(self, inputs: Batch, kept: _Snapshot) -> UserError:
+        """What does not fit and what would."""
+        kept.put_back()
+        self._graphs.clear()
+        rows, options = len(inputs.picks), self.step.options
+        remedy = "lower batch or imgsz, or set micro_batch"
+        if self.agree is None:  # alone: two small steps tell how much a photo takes
+            fits = measure_memory(self.step, inputs).rows
+            kept.put_back()
+            if 0 < fits < rows:
+                remedy = (
+                    f"about batch={fits} would fit; lower batch or imgsz, or set micro_batch={fits}"
+                )
+        return UserError(
+            f"the step of {rows} photos of {options.imgsz} px on this worker does not fit in the "
+            f"{memory_limit() / 2**30:.1f} GiB of GPU memory there are for it: {remedy}"
+        )
 
     def set_controls(self, controls: Controls, head_gains: tuple[float, ...]) -> None:
         """Write the step's rates and head gains to the device; the next replay reads them there."""
@@ -172,6 +257,11 @@ class GraphedStep:
         return self.step.stop
 
     @property
+    def scale(self) -> LossScale:
+        """The wrapped step's."""
+        return self.step.scale
+
+    @property
     def skipped(self) -> Tensor:
         """The wrapped step's."""
         return self.step.skipped
@@ -187,15 +277,8 @@ class _Snapshot:
         flat = step.flat
         self.device = flat.state.device
         slots = step.optimizer.slots.values()
-        self.tensors = [
-            flat.state,
-            flat.ema,
-            flat.counters,
-            step.pending,
-            step.sums,
-            step.skipped,
-            *slots,
-        ]
+        own = (step.pending, step.sums, step.skipped, step.scale.state)
+        self.tensors = [flat.state, flat.ema, flat.counters, *own, *slots]
         self.values = [tensor.clone() for tensor in self.tensors]
         self.random = torch.cuda.get_rng_state(self.device)
 
@@ -203,6 +286,16 @@ class _Snapshot:
         for tensor, value in zip(self.tensors, self.values, strict=True):
             tensor.copy_(value)
         torch.cuda.set_rng_state(self.random, self.device)
+
+
+def _timed_ms(call: Callable[[], None], times: int) -> float:
+    """Milliseconds of one call, waiting for the device."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / times * 1000
 
 
 def _load(inputs: Batch, batch: Batch) -> None:

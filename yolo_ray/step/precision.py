@@ -1,4 +1,4 @@
-"""The forward pass in the wanted precision: float32, or bfloat16 with float32 weights.
+"""The forward pass in the wanted precision: float32, or half precision with float32 weights.
 
 Legend: P trained elements.
 """
@@ -21,20 +21,20 @@ from yolo_ray.step.flat import FlatModel
 
 IMAGE_CHANNELS, PADDED_CHANNELS = 3, 8
 Heads = tuple[HeadOutput, ...]
-PRECISIONS = ("bf16", "tf32", "fp32")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # of products and activations
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """What ``auto`` means: bf16 on a GPU that has it, fp32 elsewhere.
+    """What ``auto`` means: bf16 on a GPU that has it, fp16 on an older one, fp32 elsewhere.
 
     Raises:
-        UserError: a precision that this device does not have, or fp16.
+        UserError: a precision that this device does not have.
     """
-    if precision == "fp16":
-        raise UserError("precision=fp16 comes later: use precision=bf16 or precision=fp32")
     is_gpu = device.type == "cuda"
     if precision == "auto":
-        return "bf16" if is_gpu and torch.cuda.is_bf16_supported() else "fp32"
+        if not is_gpu:
+            return "fp32"
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     if precision != "fp32" and not is_gpu:
         raise UserError(f"precision={precision} needs a GPU: use precision=auto or precision=fp32")
     return precision
@@ -62,7 +62,7 @@ class Forward:
         leaves: the tensors to differentiate by, in the order of the flat model's trained views.
         dtype: of the images it wants.
         join: makes the current stream wait for gradients of ``leaves``; call it before they are read.
-        channels: of the images it wants. bfloat16 convolutions are fast on multiples of 8 only, so the first
+        channels: of the images it wants. Half precision convolutions are fast on multiples of 8 only, so the first
             filters see five more channels of zeros; they get weights and gradients that are dropped.
     """
 
@@ -70,7 +70,7 @@ class Forward:
         self, detector: Detector, flat: FlatModel, *, precision: str, compile: bool
     ) -> None:
         self.detector, self.flat = detector, flat
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.dtype = DTYPES.get(precision, torch.float32)
         self.leaves: list[Tensor] = list(flat.parameters)
         self.call: Callable[[dict[str, Tensor], Tensor], Heads] = self._call
         self.weights: dict[str, Tensor] = {}
@@ -92,7 +92,7 @@ class Forward:
             self.call = torch.compile(self._call, dynamic=False)
 
     def _round_weights(self) -> None:
-        """Filters get bfloat16 twins in one flat buffer: one kernel rounds them all.
+        """Filters get half precision twins in one flat buffer: one kernel rounds them all.
 
         Autocast would round every filter by a kernel of its own, and widen every gradient by another.
         """
@@ -160,15 +160,16 @@ def first_filters(net: nn.Module) -> str:
     return ""
 
 
-def copy_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Copy gradients to their places, in one kernel for each dtype where memory layouts agree."""
+def put_gradients(views: Sequence[Tensor], gradients: Sequence[Tensor], *, add: bool) -> None:
+    """Copy (or add) gradients to their places, in one kernel for each dtype where memory layouts agree."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for view, gradient in zip(views, gradients, strict=True):
         places, sources = by_dtype.setdefault(gradient.dtype, ([], []))
         places.append(view)
         sources.append(_laid_out_as(view, gradient))
     for places, sources in by_dtype.values():
-        torch._foreach_copy_(places, sources)  # pyright: ignore[reportPrivateImportUsage]
+        put = torch._foreach_add_ if add else torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
+        put(places, sources)
 
 
 def _laid_out_as(view: Tensor, gradient: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from yolo_ray.augment.device import normalised
-from yolo_ray.data.batch import Batch
+from yolo_ray.data.batch import Batch, micro_batches
 from yolo_ray.model.build import Detector
 from yolo_ray.model.loss import DetectionLoss
 from yolo_ray.step.flat import TAIL, FlatModel
 from yolo_ray.step.optim import OPTIMIZERS, Rates, keep
-from yolo_ray.step.precision import Forward, copy_gradients
+from yolo_ray.step.precision import Forward, put_gradients
 from yolo_ray.step.reduce import AllReduce, reduce_in_buckets
+from yolo_ray.step.scale import LossScale
 from yolo_ray.step.schedule import Controls
 
 NUM_TERMS = 3  # box, cls, dfl
@@ -38,7 +39,10 @@ class StepOptions:
     optimizer: str
     momentum: float
     precision: str = "fp32"  # as resolve_precision gives it
-    compile: str = "off"  # what torch.compile fuses: nothing or the model
+    compile: str = (
+        "off"  # what torch.compile fuses: nothing, the model, or the loss and the update too
+    )
+    micro_batch: int | None = None  # rows of this worker that go through the network at once
 
 
 class TrainStep:
@@ -50,6 +54,7 @@ class TrainStep:
         pending: float32 [P], normalised gradients accumulated since the last update.
         stop: float32 0-dim, 1 where this rank was asked to stop: summed over ranks by the step's own collective, so
             that all ranks learn of it at the same step.
+        scale: the factor on the loss, 1 but for float16.
         sums: float32 [6]: box, cls, dfl (gained and normalised), steps, skipped steps, stops since ``read_sums``.
     """
 
@@ -61,6 +66,7 @@ class TrainStep:
         self.forward = Forward(
             detector, flat, precision=options.precision, compile=options.compile != "off"
         )
+        self.scale = LossScale(options.precision, options.batch, flat.state.device)
         self.optimizer = OPTIMIZERS[options.optimizer](flat, options.momentum)
         self.num_heads = 2 if detector.dual else 1
         device = flat.state.device
@@ -75,6 +81,10 @@ class TrainStep:
         assert tail <= TAIL
         self._tail = flat.wire[flat.num_trained : flat.num_trained + tail]
         self._places = [view.of(flat.grads) for view in flat.views[: flat.num_views_trained]]
+        self._compute, self._apply = self.loss.__call__, self.optimizer.update
+        if options.compile == "step":
+            self._compute = torch.compile(self._compute, dynamic=False)
+            self._apply = torch.compile(self._apply, dynamic=False)
 
     def set_controls(self, controls: Controls, head_gains: tuple[float, ...]) -> None:
         """Write the step's rates and head gains to the device, in one copy."""
@@ -95,8 +105,16 @@ class TrainStep:
 
     def _gradients(self, batch: Batch) -> None:
         """Forward, loss and backward of this rank's rows into the flat gradient; then the one all-reduce."""
+        self.flat.wire.zero_()  # the padding too, which a skipped step may have filled with NaN
+        for part in micro_batches(batch, self.options.micro_batch):
+            self._add_gradients(part)
+        self._tail[-1].copy_(self.stop)
+        reduce_in_buckets(self.flat.wire, self.reduce)
+
+    def _add_gradients(self, batch: Batch) -> None:
+        """Add the un-normalised gradient of some rows, and their sums, to the flat buffer."""
         heads = self.forward(normalised(batch, self.forward.dtype, self.forward.channels))
-        sums = self.loss(
+        sums = self._compute(
             heads,
             batch.boxes,
             batch.classes,
@@ -107,22 +125,25 @@ class TrainStep:
         head_gains = self.controls[len(RATES) :]
         weighted = (sums.items * self.gains).sum(1) * head_gains * self.options.batch
         gradients = torch.autograd.grad(
-            weighted.sum(), self.forward.leaves, allow_unused=True, materialize_grads=True
+            self.scale.scaled(weighted.sum()),
+            self.forward.leaves,
+            allow_unused=True,
+            materialize_grads=True,
         )
         self.forward.join()
-        self.flat.wire.zero_()  # the padding too, which a skipped step may have filled with NaN
-        copy_gradients(self._places, self.forward.narrowed(gradients))
-        self._tail.copy_(torch.cat([sums.scores, sums.items.detach().flatten(), self.stop[None]]))
-        reduce_in_buckets(self.flat.wire, self.reduce)
+        is_only = self.options.micro_batch is None
+        put_gradients(self._places, self.forward.narrowed(gradients), add=not is_only)
+        self._tail[:-1] += torch.cat([sums.scores, sums.items.detach().flatten()])
 
     def _absorb(self) -> Tensor:
         """Normalise the reduced gradient and add it up; returns whether every number is finite, 0-dim bool."""
         heads, tail, gradient = self.num_heads, self._tail, self.flat.grads
         divisors = tail[:heads].clamp(min=1)
         for branch, part in self.flat.branch_slices().items():
-            gradient[part] /= divisors[branch]
+            gradient[part] /= self.scale.divisor(divisors[branch])
         items = tail[heads:-1].view(heads, NUM_TERMS) / divisors[:, None] * self.gains
         ok = torch.isfinite(gradient.sum()) & torch.isfinite(items.sum())
+        self.scale.follow(ok)
         keep(ok, self.pending, self.pending + gradient)
         # Both heads' losses are reported together, weighted as they are trained.
         reported = (items * self.controls[len(RATES) :, None]).sum(0)
@@ -143,7 +164,7 @@ class TrainStep:
         ok = ok & torch.isfinite(norm)
         clip = (self.options.clip_norm / (norm + 1e-6)).clamp(max=1.0)
         rates = Rates(*(self.controls[index] for index in range(4)))
-        self.optimizer.update(self.pending * clip, rates, ok)
+        self._apply(self.pending * clip, rates, ok)
         decay = self.controls[RATES.index("ema_decay")]
         keep(ok, self.flat.ema, torch.lerp(self.flat.state, self.flat.ema, decay))
         self.pending.zero_()

@@ -112,6 +112,7 @@ class _Loop:
         self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
         self.last_logged = run.progress.step
         self.skipped_in_a_row = 0
+        self.is_cost_told = False
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
@@ -153,6 +154,7 @@ class _Loop:
     def _log(self, step: int, lr: float) -> None:
         run, per_epoch = self.run, self.run.schedule.steps_per_epoch
         sums = run.step.read_sums()
+        self._tell_cost()
         steps = step + 1 - self.last_logged
         self.last_logged = step + 1
         trained = steps - sums["skipped"]
@@ -180,6 +182,13 @@ class _Loop:
         if sums["stop"] > 0:
             self._checkpoint()
             raise StopRequested(f"stopped at step {step + 1}; go on with: resume={run.folder}")
+
+    def _tell_cost(self) -> None:
+        """Once: what the graph cost and when that is paid back."""
+        step, schedule = self.run.step, self.run.schedule
+        if isinstance(step, GraphedStep) and step.cost is not None and not self.is_cost_told:
+            self.is_cost_told = True
+            self.note(step.cost.sentence(schedule.epochs * schedule.steps_per_epoch))
 
     def _refuse_lost_run(self, step: int, lr: float, skipped: int) -> None:
         """One bad step is skipped and counted; nothing but bad steps means that the run has diverged."""

@@ -1,0 +1,56 @@
+"""How many rows of a step fit in a GPU's memory: measured on two small steps, extended in a straight line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from yolo_ray.data.batch import Batch, take_rows
+from yolo_ray.step.train_step import TrainStep
+
+GRAPH_OVERHEAD = 1.1  # a graph's private memory against the eager step's
+SPARE = 0.92  # of the card: the context, libraries and fragments take the rest
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a step: ``fixed + rows * per_row``, of ``limit`` that the process may have."""
+
+    fixed: float
+    per_row: float
+    limit: float
+
+    @property
+    def rows(self) -> int:
+        """The most rows that fit; 0: not even one does."""
+        return max(int((self.limit * SPARE / GRAPH_OVERHEAD - self.fixed) / self.per_row), 0)
+
+
+def measure_memory(step: TrainStep, batch: Batch, *, ring_row_bytes: int = 0) -> Memory:
+    """Run two small eager steps of ``batch`` and see what they take.
+
+    The step's state changes, and its collectives run: for a process that is alone, whose state is put back.
+    ``ring_row_bytes``: what one more row takes of the photo ring, if the ring is to grow with the rows.
+    """
+    small, large = 1, min(4, len(batch.picks))
+    peaks = [_peak(step, batch, rows) for rows in (small, large)]
+    per_row = max((peaks[1] - peaks[0]) / max(large - small, 1), 1.0)
+    fixed = peaks[0] - small * per_row - ring_row_bytes * len(batch.picks)
+    return Memory(fixed, per_row + ring_row_bytes, memory_limit())
+
+
+def memory_limit() -> float:
+    """Bytes of the current GPU that this process may have."""
+    free, total = torch.cuda.mem_get_info()
+    allowed = torch.cuda.get_per_process_memory_fraction() * total
+    return min(allowed, free + torch.cuda.memory_reserved())
+
+
+def _peak(step: TrainStep, batch: Batch, rows: int) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step(take_rows(batch, 0, rows), update=True)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
