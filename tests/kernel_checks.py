@@ -88,23 +88,35 @@ def norm() -> None:
 def class_loss() -> None:
     logits = torch.randn(2, 5, 200, requires_grad=True)
     classes, weight = torch.randint(0, 5, (2, 200)), torch.rand(2, 200) * (torch.rand(2, 200) < 0.3)
-    values = [f(logits, classes, weight) for f in (loss.TORCH_TERMS.classes, fused_loss.class_loss)]
-    wanted, ours = (torch.autograd.grad(value * 3, logits)[0] for value in values)
-    close(values[1].detach(), values[0].detach())
-    close(ours, wanted)
+    inner = logits.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+    value = loss.TORCH_TERMS.classes(logits, classes, weight)
+    wanted = torch.autograd.grad(value * 3, logits)[0]
+    for layout in (logits, inner):  # anchors innermost, then classes
+        ours = fused_loss.class_loss(layout, classes, weight)
+        close(ours.detach(), value.detach())
+        grad = torch.autograd.grad(ours * 3, layout)[0]
+        assert grad.stride() == layout.stride()
+        close(grad, wanted)
 
 
 def box_terms() -> None:
     raw, wanted = torch.randn(2, 64, 200, requires_grad=True), torch.rand(2, 4, 200) * 17 - 1
     by_distance, by_dfl = torch.randn(2, 4, 200), torch.randn(2, 200)
+    inner = raw.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     results = []
-    for compute in (loss.TORCH_TERMS.distances_and_dfl, fused_loss.distances_and_dfl):
-        distances, dfl = compute(raw, wanted, 16)
+    for compute, layout in (
+        (loss.TORCH_TERMS.distances_and_dfl, raw),
+        (fused_loss.distances_and_dfl, raw),
+        (fused_loss.distances_and_dfl, inner),
+    ):
+        distances, dfl = compute(layout, wanted, 16)
         total = (distances * by_distance).sum() + (dfl * by_dfl).sum()
-        results.append([distances.detach(), dfl.detach(), *torch.autograd.grad(total, raw)])
-    for expected, ours in zip(*results, strict=True):
-        close(ours, expected)
-    close(fused_loss.decoded_distances(raw, 16), results[0][0])
+        results.append([distances.detach(), dfl.detach(), *torch.autograd.grad(total, layout)])
+    for expected, *ours in zip(*results, strict=True):
+        for value in ours:
+            close(value, expected)
+    for layout in (raw, inner):
+        close(fused_loss.decoded_distances(layout, 16), results[0][0])
     plain = torch.randn(2, 4, 200)
     assert torch.equal(fused_loss.decoded_distances(plain, 1), expected_distances(plain, 1))
 

@@ -1,5 +1,6 @@
-"""The branches of a detection head side by side in a captured step; needs a GPU.
+"""The branches of a detection head, side by side in a captured step; needs a GPU.
 
+Legend: b images, D channels of a branch, A anchors of all levels.
 A head computes a box and a class branch for each level of the pyramid; none depends on another, and on the
 small levels none fills the card. Autograd runs each backward pass on the stream of its forward pass.
 """
@@ -25,10 +26,7 @@ class HeadLanes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, the head computes its branches side by side while it is captured."""
-        if not torch.cuda.is_current_stream_capturing():
-            yield
-            return
+        """Inside, the head computes its branches so."""
         self.head.forward_head = self._forward_head
         try:
             yield
@@ -40,14 +38,17 @@ class HeadLanes:
     ) -> dict[str, Any]:
         """Raw boxes [b,4*reg_max,A], class logits [b,C,A] and the levels, as Ultralytics' head gives them."""
         main = torch.cuda.current_stream()
+        is_captured = torch.cuda.is_current_stream_capturing()
+        streams = self.streams if is_captured else [main] * LANES
         boxes, scores = [], []
         for level, features in enumerate(x):
             # The large level keeps two streams busy, the small ones share the others.
-            box_lane = main if level == 0 else self.streams[1]
+            box_lane = main if level == 0 else streams[1]
             boxes.append(_on(box_lane, main, box_head[level], features))
-            scores.append(_on(self.streams[2 * (level > 0)], main, cls_head[level], features))
-        for stream in self.streams:
-            main.wait_stream(stream)
+            scores.append(_on(streams[2 * (level > 0)], main, cls_head[level], features))
+        for stream in streams:
+            if stream != main:
+                main.wait_stream(stream)
         return {"boxes": _over_anchors(boxes), "scores": _over_anchors(scores), "feats": x}
 
 
@@ -61,4 +62,6 @@ def _on(stream: Any, main: Any, branch: nn.Module, features: Tensor) -> Tensor:
 
 
 def _over_anchors(levels: Sequence[Tensor]) -> Tensor:
-    return torch.cat([level.flatten(2) for level in levels], 2)
+    """[b,D,A] with channels innermost, as the levels lie: joined by plain copies."""
+    rows = [level.permute(0, 2, 3, 1).flatten(1, 2) for level in levels]
+    return torch.cat(rows, 1).transpose(1, 2)

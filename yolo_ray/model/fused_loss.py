@@ -1,7 +1,7 @@
 """The terms of the loss that run over [B,C,A] and [B,4*reg_max,A], in Triton; needs a GPU.
 
-Shapes: B images, A anchors, C classes, R = reg_max bins. Logits are read in the precision the network
-gives, arithmetic is float32, gradients are written once, in the logits' precision.
+Shapes: B images, A anchors, C classes, R = reg_max bins. Logits are read in the precision and the layout the
+network gives (anchors or channels innermost), arithmetic is float32, gradients are written once, like the logits.
 """
 
 # Kernels are Triton's language: their values and launches have no Python types.
@@ -22,7 +22,7 @@ BLOCK = 128  # anchors of one program
 
 def class_loss(logits_BCA: Tensor, classes_BA: Tensor, weight_BA: Tensor) -> Tensor:
     """Sum of the binary cross-entropies; the target is ``weight`` at the class, 0 elsewhere."""
-    return _ClassLoss.apply(logits_BCA.contiguous(), classes_BA, weight_BA)
+    return _ClassLoss.apply(_packed(logits_BCA), classes_BA, weight_BA)
 
 
 def decoded_distances(boxes_BDA: Tensor, reg_max: int) -> Tensor:
@@ -30,17 +30,29 @@ def decoded_distances(boxes_BDA: Tensor, reg_max: int) -> Tensor:
     if reg_max == 1:  # the head gives distances themselves
         return boxes_BDA.detach().float()
     batch, _, anchors = boxes_BDA.shape
-    logits = boxes_BDA.detach().contiguous()
+    logits = _packed(boxes_BDA.detach())
     out = torch.empty((batch, 4, anchors), device=logits.device)
     _distances_kernel[(triton.cdiv(anchors, BLOCK), batch, 4)](
-        logits, out, anchors, reg_max, R=triton.next_power_of_2(reg_max), BLOCK=BLOCK
+        logits,
+        out,
+        anchors,
+        reg_max,
+        *logits.stride(),
+        R=triton.next_power_of_2(reg_max),
+        BLOCK=BLOCK,
     )
     return out
 
 
 def distances_and_dfl(boxes_BDA: Tensor, wanted_B4A: Tensor, reg_max: int) -> tuple[Tensor, Tensor]:
     """boxes.expected_distances [B,4,A] and boxes.dfl_loss [B,A], with one gradient for both."""
-    return _DistancesAndDfl.apply(boxes_BDA.contiguous(), wanted_B4A.contiguous(), reg_max)
+    return _DistancesAndDfl.apply(_packed(boxes_BDA), wanted_B4A.contiguous(), reg_max)
+
+
+def _packed(logits: Tensor) -> Tensor:
+    """Without gaps, anchors or channels innermost: so ``empty_like`` has the same strides."""
+    is_packed = logits.is_contiguous() or logits.transpose(1, 2).is_contiguous()
+    return logits if is_packed else logits.contiguous()
 
 
 class _ClassLoss(Function):
@@ -49,7 +61,9 @@ class _ClassLoss(Function):
         batch, count, anchors = logits.shape
         grid = (triton.cdiv(anchors, BLOCK), batch)
         partial = torch.empty(grid, device=logits.device)
-        _class_loss_kernel[grid](logits, classes, weight, partial, count, anchors, C=8, BLOCK=BLOCK)
+        _class_loss_kernel[grid](
+            logits, classes, weight, partial, count, anchors, *logits.stride(), C=8, BLOCK=BLOCK
+        )
         ctx.save_for_backward(logits, classes, weight)
         return partial.sum()
 
@@ -59,8 +73,9 @@ class _ClassLoss(Function):
         batch, count, anchors = logits.shape
         out = torch.empty_like(logits)
         _class_gradient_kernel[(triton.cdiv(anchors, BLOCK), batch, triton.cdiv(count, 8))](
-            logits, classes, weight, gradients[0], out, count, anchors, C=8, BLOCK=BLOCK
-        )
+            logits, classes, weight, gradients[0], out, count, anchors, *logits.stride(),
+            C=8, BLOCK=BLOCK,
+        )  # fmt: skip
         return out, None, None
 
 
@@ -71,7 +86,7 @@ class _DistancesAndDfl(Function):
         distances = torch.empty((batch, 4, anchors), device=logits.device)
         dfl = torch.empty((batch, anchors), device=logits.device)
         _box_terms_kernel[(triton.cdiv(anchors, BLOCK), batch)](
-            logits, wanted, distances, dfl, anchors, reg_max,
+            logits, wanted, distances, dfl, anchors, reg_max, *logits.stride(),
             R=triton.next_power_of_2(reg_max), BLOCK=BLOCK,
         )  # fmt: skip
         ctx.save_for_backward(logits, wanted)
@@ -85,14 +100,15 @@ class _DistancesAndDfl(Function):
         out = torch.empty_like(logits)
         _box_gradient_kernel[(triton.cdiv(anchors, BLOCK), batch, 4)](
             logits, wanted, gradients[0].contiguous(), gradients[1].contiguous(), out,
-            anchors, ctx.reg_max, R=triton.next_power_of_2(ctx.reg_max), BLOCK=BLOCK,
+            anchors, ctx.reg_max, *logits.stride(), R=triton.next_power_of_2(ctx.reg_max), BLOCK=BLOCK,
         )  # fmt: skip
         return out, None, None
 
 
 @triton.jit
 def _class_loss_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
-    logits, classes, weight, partial, count, anchors, C: tl.constexpr, BLOCK: tl.constexpr
+    logits, classes, weight, partial, count, anchors, by_b, by_c, by_a,
+    C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -103,7 +119,7 @@ def _class_loss_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments
     for start in range(0, count, C):
         c = start + tl.arange(0, C)
         mask = (c < count)[:, None] & live[None, :]
-        place = logits + (image.to(tl.int64) * count + c[:, None]) * anchors + a[None, :]
+        place = logits + image.to(tl.int64) * by_b + c[:, None] * by_c + a[None, :] * by_a
         x = tl.load(place, mask, 0.0).to(tl.float32)
         target = tl.where(c[:, None] == own[None, :], share[None, :], 0.0)
         loss = tl.maximum(x, 0.0) - x * target + tl.log(1.0 + tl.exp(-tl.abs(x)))
@@ -113,7 +129,8 @@ def _class_loss_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments
 
 @triton.jit
 def _class_gradient_kernel(  # noqa: PLR0913 (as above)
-    logits, classes, weight, scale, out, count, anchors, C: tl.constexpr, BLOCK: tl.constexpr
+    logits, classes, weight, scale, out, count, anchors, by_b, by_c, by_a,
+    C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -122,7 +139,7 @@ def _class_gradient_kernel(  # noqa: PLR0913 (as above)
     mask = (c < count)[:, None] & live[None, :]
     own = tl.load(classes + image * anchors + a, live, 0)
     share = tl.load(weight + image * anchors + a, live, 0.0)
-    place = (image.to(tl.int64) * count + c[:, None]) * anchors + a[None, :]
+    place = image.to(tl.int64) * by_b + c[:, None] * by_c + a[None, :] * by_a
     x = tl.load(logits + place, mask, 0.0).to(tl.float32)
     target = tl.where(c[:, None] == own[None, :], share[None, :], 0.0)
     grad = (1.0 / (1.0 + tl.exp(-x)) - target) * tl.load(scale)
@@ -131,12 +148,13 @@ def _class_gradient_kernel(  # noqa: PLR0913 (as above)
 
 @triton.jit
 def _bins(  # noqa: PLR0913 (as above)
-    logits, image, side, a, live, anchors, reg_max, R: tl.constexpr
+    logits, image, side, a, live, by_b, by_c, by_a, reg_max, R: tl.constexpr
 ):  # fmt: skip
     """Logits of one side [R,BLOCK], their places, bins, largest, sum of exponentials."""
     k = tl.arange(0, R)
     mask = (k < reg_max)[:, None] & live[None, :]
-    place = ((image.to(tl.int64) * 4 + side) * reg_max + k[:, None]) * anchors + a[None, :]
+    row = (side * reg_max + k[:, None]) * by_c
+    place = image.to(tl.int64) * by_b + row + a[None, :] * by_a
     x = tl.load(logits + place, mask, -1e30).to(tl.float32)
     most = tl.max(x, 0)
     power = tl.where(mask, tl.exp(x - most[None, :]), 0.0)
@@ -153,25 +171,30 @@ def _nearness(  # noqa: PLR0913 (as above)
 
 
 @triton.jit
-def _distances_kernel(logits, out, anchors, reg_max, R: tl.constexpr, BLOCK: tl.constexpr):
+def _distances_kernel(  # noqa: PLR0913 (as above)
+    logits, out, anchors, reg_max, by_b, by_c, by_a, R: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     image, side = tl.program_id(1), tl.program_id(2)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = a < anchors
-    _, power, _, _, k, _ = _bins(logits, image, side, a, live, anchors, reg_max, R)
+    _, power, _, _, k, _ = _bins(logits, image, side, a, live, by_b, by_c, by_a, reg_max, R)
     distance = tl.sum(power * k, 0) / tl.sum(power, 0)
     tl.store(out + (image * 4 + side) * anchors + a, distance, live)
 
 
 @triton.jit
 def _box_terms_kernel(  # noqa: PLR0913 (as above)
-    logits, wanted, distances, dfl, anchors, reg_max, R: tl.constexpr, BLOCK: tl.constexpr
+    logits, wanted, distances, dfl, anchors, reg_max, by_b, by_c, by_a,
+    R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image = tl.program_id(1)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = a < anchors
     total = tl.zeros((BLOCK,), tl.float32)
     for side in tl.static_range(4):
-        x, power, _, mask, k, most = _bins(logits, image, side, a, live, anchors, reg_max, R)
+        x, power, _, mask, k, most = _bins(
+            logits, image, side, a, live, by_b, by_c, by_a, reg_max, R
+        )
         whole = tl.sum(power, 0)
         distance = tl.sum(power * k, 0) / whole
         tl.store(distances + (image * 4 + side) * anchors + a, distance, live)
@@ -182,13 +205,13 @@ def _box_terms_kernel(  # noqa: PLR0913 (as above)
 
 @triton.jit
 def _box_gradient_kernel(  # noqa: PLR0913 (as above)
-    logits, wanted, grad_distances, grad_dfl, out, anchors, reg_max,
+    logits, wanted, grad_distances, grad_dfl, out, anchors, reg_max, by_b, by_c, by_a,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image, side = tl.program_id(1), tl.program_id(2)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = a < anchors
-    _, power, place, mask, k, _ = _bins(logits, image, side, a, live, anchors, reg_max, R)
+    _, power, place, mask, k, _ = _bins(logits, image, side, a, live, by_b, by_c, by_a, reg_max, R)
     share = power / tl.sum(power, 0)[None, :]
     distance = tl.sum(share * k, 0)
     near = _nearness(wanted, image, side, a, live, anchors, reg_max, k)

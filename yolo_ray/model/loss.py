@@ -144,7 +144,7 @@ class DetectionLoss:
         """Items [3] and score sum [] of one head."""
         points, strides = grid
         imgsz, terms = how
-        raw = head.boxes if self._reg_max > 1 else head.boxes.to(points.dtype)
+        raw = head.boxes if self._reg_max > 1 else head.boxes.to(points.dtype).contiguous()
         with torch.no_grad():
             predicted = boxes_from_distances(terms.distances(raw, self._reg_max), points, strides)
         row, weight = assign(

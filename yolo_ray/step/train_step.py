@@ -74,9 +74,9 @@ class TrainStep:
         self.sums = torch.zeros(NUM_TERMS + 3, device=device)
         self.stop = torch.zeros((), device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self.gains = torch.tensor(options.gains, device=device)
         # One small tensor holds every value that changes over time; it is written once before a step.
-        self.controls = torch.zeros(len(RATES) + self.num_heads, device=device)
+        self.controls = torch.zeros(len(RATES) + NUM_TERMS + self.num_heads, device=device)
+        self.gains, self.head_gains = self.controls[len(RATES) :].split([NUM_TERMS, self.num_heads])
         tail = self.num_heads * (NUM_TERMS + 1) + 1
         assert tail <= TAIL
         self._tail = flat.wire[flat.num_trained : flat.num_trained + tail]
@@ -87,8 +87,8 @@ class TrainStep:
             self._apply = torch.compile(self._apply, dynamic=False)
 
     def set_controls(self, controls: Controls, head_gains: tuple[float, ...]) -> None:
-        """Write the step's rates and head gains to the device, in one copy."""
-        values = [*(getattr(controls, name) for name in RATES), *head_gains]
+        """Write the step's rates and gains to the device, in one copy."""
+        values = [*(getattr(controls, name) for name in RATES), *self.options.gains, *head_gains]
         # Fresh pinned memory each time: the copy of an earlier step may still be waiting for its turn.
         staged = torch.tensor(values, pin_memory=self.controls.is_cuda)
         self.controls.copy_(staged, non_blocking=True)
@@ -122,8 +122,7 @@ class TrainStep:
             batch.valid,
             imgsz=self.options.imgsz,
         )
-        head_gains = self.controls[len(RATES) :]
-        weighted = (sums.items * self.gains).sum(1) * head_gains * self.options.batch
+        weighted = (sums.items * self.gains).sum(1) * self.head_gains * self.options.batch
         gradients = torch.autograd.grad(
             self.scale.scaled(weighted.sum()),
             self.forward.leaves,
@@ -146,7 +145,7 @@ class TrainStep:
         self.scale.follow(ok)
         keep(ok, self.pending, self.pending + gradient)
         # Both heads' losses are reported together, weighted as they are trained.
-        reported = (items * self.controls[len(RATES) :, None]).sum(0)
+        reported = (items * self.head_gains[:, None]).sum(0)
         zero = torch.zeros_like(reported)
         self.sums[:NUM_TERMS] += torch.where(ok, reported, zero)
         self.sums[NUM_TERMS] += ok
