@@ -172,14 +172,14 @@ def test_a_changed_gain_takes_effect_in_the_next_replay(batches: list[Batch]) ->
     step.options = dataclasses.replace(step.options, gains=(15.0, 0.5, 1.5))
     run(graphed, batches[0], lr=0.0)
     after = graphed.read_sums()
-    assert after["box"] == pytest.approx(2 * before["box"], rel=1e-3)
-    assert after["cls"] == pytest.approx(before["cls"], rel=1e-3)
+    assert after["box"] == pytest.approx(2 * before["box"], rel=2e-2)
+    assert after["cls"] == pytest.approx(before["cls"], rel=2e-2)
 
 
 def test_dropout_draws_anew_in_every_replay(batches: list[Batch]) -> None:
     step = make_step()
-    dropped: Any = step.detector.net.model[4]
-    dropped.register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
+    layers: Any = step.detector.net.model
+    layers[4].register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
     graphed = GraphedStep(step, mode="require")
     losses = []
     for _ in range(3):
@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     used = torch.cuda.memory_allocated()
     _, total = torch.cuda.mem_get_info()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((used + 300 * 2**20) / total)
+    torch.cuda.set_per_process_memory_fraction((used + 500 * 2**20) / total)
     try:
         with pytest.raises(
             UserError, match=r"16 photos of 320 px .* about batch=\d+ would fit"

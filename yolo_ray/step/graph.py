@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 
 import torch
@@ -58,6 +59,10 @@ class Cost:
             f"the step is captured as a CUDA graph: {self.replay_ms:.1f} ms a replay, {self.eager_ms:.1f} ms without; "
             f"the capture took {self.capture_s:.1f} s, paid back after {self.break_even:.0f} of {steps} steps"
         )
+
+
+class _Refused(Exception):
+    """The step cannot be captured."""
 
 
 class GraphedStep:
@@ -135,13 +140,16 @@ class GraphedStep:
         kept = _Snapshot(self.step)
         begin, failure, graph = time.perf_counter(), None, None
         inputs = self._static(key, batch)
-        eager_ms = self._warm_up(inputs, kept, update=key[1])
+        is_full, eager_ms = False, 0.0
         try:
+            eager_ms = self._warm_up(inputs, update=key[1])
             graph = self._capture(inputs, update=key[1])
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(inputs, kept) from error
-        except RuntimeError as error:  # what torch raises for calls that a capture refuses
+        except torch.OutOfMemoryError:
+            is_full = True  # the error itself would keep the step's tensors alive
+        except _Refused as error:
             failure = error
+        if is_full:
+            raise self._out_of_memory(inputs, kept)
         # A rank alone in eager mode would be right, but no faster than it: all go the same way.
         everywhere = self.agree(failure is None) if self.agree else failure is None
         if everywhere and graph is not None:
@@ -155,7 +163,7 @@ class GraphedStep:
             self._give_up(failure)
         return everywhere
 
-    def _give_up(self, failure: RuntimeError | None) -> None:
+    def _give_up(self, failure: _Refused | None) -> None:
         lines = str(failure or "").strip().splitlines()
         why = lines[0] if lines else "another worker could not"
         if self.mode == "require":
@@ -176,28 +184,30 @@ class GraphedStep:
         _load(self._inputs[capacity], batch)
         return self._inputs[capacity]
 
-    def _warm_up(self, inputs: Batch, kept: _Snapshot, *, update: bool) -> float:
+    def _warm_up(self, inputs: Batch, *, update: bool) -> float:
         """Eager steps on the capturing stream; milliseconds of the last. What they raise is the step's own fault."""
         current, side = torch.cuda.current_stream(), self._stream
         assert side is not None
         side.wait_stream(current)
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(WARM_UP_STEPS - 1):
-                    self.step(inputs, update=update)
-                last_ms = _timed_ms(lambda: self.step(inputs, update=update), 1)
-        except torch.OutOfMemoryError as error:
-            raise self._out_of_memory(inputs, kept) from error
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_STEPS - 1):
+                self.step(inputs, update=update)
+            last_ms = _timed_ms(lambda: self.step(inputs, update=update), 1)
         current.wait_stream(side)
         return last_ms
 
     def _capture(self, inputs: Batch, *, update: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: the threads that read photos may go on allocating while this one captures.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            self.step(inputs, update=update)
+        try:
+            # thread_local: the threads that read photos may go on allocating while this one captures.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self.step(inputs, update=update)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # what torch raises for calls that a capture refuses
+            raise _Refused(str(error)) from error
         return graph
 
     def _out_of_memory(self, inputs: Batch, kept: _Snapshot) -> UserError:
@@ -207,12 +217,11 @@ class GraphedStep:
         rows, options = len(inputs.picks), self.step.options
         remedy = "lower batch or imgsz, or set micro_batch"
         if self.agree is None:  # alone: two small steps tell how much a photo takes
-            fits = measure_memory(self.step, inputs).rows
+            with suppress(torch.OutOfMemoryError):
+                fits = min(measure_memory(self.step, inputs).rows, rows - 1)
+                if fits > 0:
+                    remedy = f"about batch={fits} would fit; lower batch or imgsz, or set micro_batch={fits}"
             kept.put_back()
-            if 0 < fits < rows:
-                remedy = (
-                    f"about batch={fits} would fit; lower batch or imgsz, or set micro_batch={fits}"
-                )
         return UserError(
             f"the step of {rows} photos of {options.imgsz} px on this worker does not fit in the "
             f"{memory_limit() / 2**30:.1f} GiB of GPU memory there are for it: {remedy}"
