@@ -213,6 +213,7 @@ def test_a_variant_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.Monke
         raise StopRequested("enough")
 
     monkeypatch.setattr(compare_module, "build_variant", build)
+    monkeypatch.setattr(compare_module, "_cost_of", lambda model, imgsz: None)
     arguments = [*QUICK, "cases=yolo11n.yaml:1", f"out={tmp_path}"]
     with pytest.raises(StopRequested):  # a stop is no failure of a variant
         compare(parse(arguments))

@@ -65,7 +65,7 @@ def compare(config: BenchConfig) -> dict[str, Any]:
     first = bench.settings(bench.cases[0])[0]
     if config.static_assignment:
         steps = config.static_steps or (200 if bench.is_gpu else 4)
-        keep("static", bench.guarded_rows(lambda: static_rows(first, bench.clock, steps)))
+        keep("static", bench.static_rows(first, steps))
     if config.startup:
         for row in startup_rows(first, bench.device.type, compile=config.compile):
             keep("startup", [row])
@@ -106,7 +106,7 @@ class _Bench:
         scene, failed = self._scene(settings[0])
         for setting in settings:
             rows = self._rows(setting, scene, variants) if scene else []
-            keep(rows or [_row_of(setting, variant) | failed for variant in variants])
+            keep(rows or _failed_rows(setting, variants, failed))
 
     def sweep(self) -> Iterator[list[Row]]:
         """Yields rows of the first case's model by batch size; a variant that failed is not tried at a larger one."""
@@ -119,16 +119,16 @@ class _Bench:
             setting = self.settings(f"{model}:{batch}")[0]
             scene, failed = self._scene(setting)
             rows = self._rows(setting, scene, variants) if scene else []
-            yield rows or [_row_of(setting, variant) | failed for variant in variants]
+            yield rows or _failed_rows(setting, variants, failed)
             alive = {row["variant"] for row in rows if "step_ms" in row}
             variants = [variant for variant in variants if variant in alive]
             batch *= 2
 
-    def guarded_rows(self, measure: Callable[[], Sequence[Row]]) -> Sequence[Row]:
-        """The rows, or one that says why there are none."""
+    def static_rows(self, setting: Setting, steps: int) -> Sequence[Row]:
+        """The exact and the frozen assignment, or why that failed."""
         found: list[Row] = []
-        failed = _attempt(lambda: found.extend(measure()))
-        return found or [failed]
+        failed = _attempt(lambda: found.extend(static_rows(setting, self.clock, steps)))
+        return found or [setting.named() | failed]
 
     def conditions(self) -> Row:
         """What the numbers depend on."""
@@ -165,7 +165,7 @@ class _Bench:
         set_kernels(setting.precision, deterministic=setting.deterministic)
         rows = []
         for variant in variants:
-            row = _row_of(setting, variant)
+            row = setting.named() | {"variant": variant}
             row |= _attempt(
                 lambda row=row, variant=variant: self._time(row, variant, setting, scene)
             )
@@ -257,14 +257,8 @@ def _cost_of(model: str, imgsz: int) -> Cost | None:
         return None
 
 
-def _row_of(setting: Setting, variant: str) -> Row:
-    return {
-        "model": setting.model.removesuffix(".yaml"),
-        "batch": setting.batch,
-        "precision": setting.precision,
-        "optimizer": setting.optimizer,
-        "variant": variant,
-    }
+def _failed_rows(setting: Setting, variants: Sequence[str], failed: Row) -> list[Row]:
+    return [setting.named() | {"variant": variant} | failed for variant in variants]
 
 
 def _precisions(wanted: Sequence[str], device: torch.device) -> list[str]:

@@ -41,12 +41,7 @@ def startup_rows(setting: Setting, device: str, *, compile: bool) -> Iterator[di
     for variant in variants if device == "cuda" else [EAGER]:
         with tempfile.TemporaryDirectory(prefix="yolo_ray-cache-") as folder:
             for cache in ("cold", "warm"):
-                row = {
-                    "model": setting.model.removesuffix(".yaml"),
-                    "batch": setting.batch,
-                    "variant": variant,
-                    "cache": cache,
-                }
+                row = setting.named() | {"variant": variant, "cache": cache}
                 row |= _start(setting, device, variant, Path(folder))
                 print(json.dumps(row), file=sys.stderr, flush=True)
                 yield row

@@ -107,12 +107,8 @@ def _trained(setting: Setting, scene: Scene, clock: Clock, steps: int, *, frozen
         if is_gpu:
             row["kernel_ms"] = profile(call, top=0, title="")["kernel_ms"]
     graphed.release()
-    return {
-        "model": setting.model.removesuffix(".yaml"),
-        "batch": setting.batch,
-        "assignment": "frozen for each batch" if frozen else "exact in every step",
-        "steps": steps,
-    } | row
+    how = "frozen for each batch" if frozen else "exact in every step"
+    return setting.named() | {"assignment": how, "steps": steps} | row
 
 
 def _exact_losses(step: TrainStep, scene: Scene) -> Row:

@@ -8,6 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from yolo_ray.bench.ratios import NO_HELP, Row, crossing, sweep_points
 from yolo_ray.bench.variants import EAGER, GRAPH, ULTRALYTICS
@@ -40,6 +41,9 @@ def draw_sweep(rows: Sequence[Row], path: Path) -> None:
     _mark_crossing(axes, rows)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.set_xlabel("batch, images")
     axes.set_ylabel("training step, ms an image")
@@ -48,7 +52,7 @@ def draw_sweep(rows: Sequence[Row], path: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -61,7 +65,7 @@ def _mark_crossing(axes: Axes, rows: Sequence[Row]) -> None:
     text = f" from about {where:.0f} on a graph \n gains less than {NO_HELP - 1:.0%} "
     is_late = where > max(row["batch"] for row in rows) / 2
     axes.text(
-        where, 0.02, text, transform=axes.get_xaxis_transform(), color="0.3", fontsize=9,
+        where, 0.9, text, transform=axes.get_xaxis_transform(), color="0.3", fontsize=9,
         horizontalalignment="right" if is_late else "left",
     )  # fmt: skip
 

@@ -12,29 +12,27 @@ from rich.table import Table
 
 from yolo_ray.bench.ratios import NO_HELP, Row, crossing, sweep_points
 
-WHO = {
-    "model": "model", "batch": "batch", "precision": "precision", "optimizer": "optimizer",
-    "variant": "variant",
-}  # fmt: skip
-SPEED = WHO | {
+WHO = {"model": "model", "batch": "batch", "precision": "precision", "optimizer": "optimizer"}
+TIMED = WHO | {"variant": "variant"}
+SPEED = TIMED | {
     "step_ms": "step ms", "spread": "min-max", "images_per_s": "images/s", "ratio": "x Ultralytics",
     "kernel_ms": "kernel ms", "wall_ratio": "wall/kernel", "host_ms": "host ms",
     "launches": "launches", "graph_launches": "graph launches", "h2d_copies": "copies to device",
     "failed": "failed",
 }  # fmt: skip
-RESOURCES = WHO | {
+RESOURCES = TIMED | {
     "peak_gib": "peak GiB", "memory_ratio": "x eager's memory", "reserved_gib": "reserved GiB",
     "tflops": "TFLOP/s", "flops_share": "% of peak FLOP/s", "bandwidth_share": "% of bandwidth, >=",
     "build_s": "build s", "kernels_s": "first step s", "capture_s": "warm-up+capture s",
     "payback_steps": "paid back after, steps",
 }  # fmt: skip
-STARTUP = {
-    "model": "model", "batch": "batch", "variant": "variant", "cache": "cache",
+STARTUP = TIMED | {
+    "cache": "cache",
     "import_s": "import s", "build_s": "build s", "kernels_s": "first step s",
     "capture_s": "warm-up+capture s", "total_s": "total s", "failed": "failed",
 }  # fmt: skip
-STATIC = {
-    "model": "model", "batch": "batch", "assignment": "assignment", "steps": "steps",
+STATIC = WHO | {
+    "assignment": "assignment", "steps": "steps",
     "step_ms": "step ms", "kernel_ms": "kernel ms", "box": "box", "cls": "cls", "dfl": "dfl",
     "total": "loss", "failed": "failed",
 }  # fmt: skip
@@ -47,7 +45,8 @@ NOTES = (
     "returns, nothing waiting on the device; waits of the step itself are part of it.",
     "Ultralytics gets images that are augmented and on the device; ours composes mosaics from uint8 photos in the "
     "step. Its model, loss, optimizer (grouped by its own trainer), loss scaler (fp16), clipping and EMA are its own; "
-    "`ultralytics+compile` is its own attempt_compile. All run in one process.",
+    "`ultralytics+compile` is its own attempt_compile. All run in one process; boxes and "
+    "photos of all lie on the device before the clock starts.",
     "Peak GiB is what tensors took at most, reserved GiB what the allocator held; for Ultralytics without our photo "
     "ring. x Ultralytics compares with its eager step.",
     "FLOPs: three forward passes by torch.utils.flop_counter, a multiply-add is 2; peaks are NVIDIA's data sheets, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,15 @@ class Setting:
     precision: str  # as asked for, but for auto
     optimizer: str
     deterministic: bool = False
+
+    def named(self) -> dict[str, Any]:
+        """What a row of it begins with."""
+        return {
+            "model": self.model.removesuffix(".yaml"),
+            "batch": self.batch,
+            "precision": self.precision,
+            "optimizer": self.optimizer,
+        }
 
 
 @dataclass(frozen=True)
