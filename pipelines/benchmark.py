@@ -1,11 +1,13 @@
 """Time the training step beside Ultralytics', on this machine's GPU or CPU.
 
     python -m pipelines.benchmark
-    python -m pipelines.benchmark cases=[yolo11n.yaml:16,yolo26n.yaml:16] optimizer=MuSGD compile=true
+    python -m pipelines.benchmark cases=[yolo11n.yaml:16,yolo26n.yaml:16] precision=[bf16,fp32] \\
+        optimizer=[SGD,MuSGD] compile=true
+    python -m pipelines.benchmark table=false sweep=true cases=yolo11n.yaml:16
+    python -m pipelines.benchmark table=false startup=true static_assignment=true
 
-Options: cases device imgsz boxes optimizer precision compile rival eager deterministic steps blocks
-profile out; yolo_ray/bench/options.py describes them. The table goes to stderr and to
-runs/benchmark; the last line of the output is one JSON object.
+The tables go to stderr and to runs/benchmark, after every case; the last line of the output is one JSON object.
+docs/benchmarks/README.md says what each column means.
 """
 
 from __future__ import annotations

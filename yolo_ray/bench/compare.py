@@ -1,185 +1,282 @@
-"""Times training steps side by side: Ultralytics eager, ours eager, ours as one graph, the graph compiled."""
+"""Times training steps side by side: Ultralytics and ours, eager, as one graph, compiled."""
 
 from __future__ import annotations
 
 import gc
 import json
+import platform
 import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
-from torch._C._autograd import (
-    DeviceType,  # what the profiler gives; torch has no public name for it
-)
 
-from yolo_ray.augment.device import augment
+from yolo_ray.bench.cost import Cost, count_cost, shares
+from yolo_ray.bench.measure import Clock, profile
 from yolo_ray.bench.options import CPU_CASES, GPU_CASES, BenchConfig, split_case
-from yolo_ray.bench.rival import Rival
-from yolo_ray.bench.scene import make_batches, make_records
-from yolo_ray.data.batch import Batch
-from yolo_ray.errors import UserError
-from yolo_ray.model.build import build_detector
-from yolo_ray.model.loss import head_gains_at
-from yolo_ray.step.build import build_step
-from yolo_ray.step.graph import GraphedStep, Step
+from yolo_ray.bench.ratios import Row, add_ratios
+from yolo_ray.bench.startup import startup_rows
+from yolo_ray.bench.static import static_rows
+from yolo_ray.bench.sweep import draw_sweep
+from yolo_ray.bench.table import show, write
+from yolo_ray.bench.variants import (
+    EAGER,
+    GRAPH,
+    GRAPH_COMPILE,
+    ULTRALYTICS,
+    ULTRALYTICS_COMPILE,
+    Scene,
+    Setting,
+    build_variant,
+    make_scene,
+)
+from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.step.precision import resolve_precision, set_kernels
-from yolo_ray.step.schedule import Controls
-from yolo_ray.step.train_step import StepOptions
-
-WARM_UP = {"cuda": 8, "cpu": 1}
-CONTROLS = Controls(lr=1e-3, lr_bias=1e-3, momentum=0.9, weight_decay=5e-4, ema_decay=0.99)
-COLUMNS = {
-    "model": "model", "batch": "batch", "variant": "variant", "step_ms": "step ms", "spread": "min-max",
-    "kernel_ms": "kernel ms", "launches": "launches", "images_per_s": "images/s", "peak_gib": "peak GiB",
-    "ready_s": "ready s", "ratio": "x Ultralytics",
-}  # fmt: skip
-Row = dict[str, Any]
 
 
 def compare(config: BenchConfig) -> dict[str, Any]:
-    """Run the benchmark, write ``step.json`` and ``step.md``, return rows and conditions.
+    """Run the benchmark; write ``step.json`` and ``step.md`` after every case; return rows and conditions.
+
+    A variant that fails is a row with its reason.
 
     Raises:
-        UserError: device="cuda" without a GPU.
+        UserError: device="cuda" without a GPU, no precision that this device has, or an unknown model.
     """
-    device = _device(config)
-    precision = resolve_precision(config.precision, device)
-    set_kernels(precision, deterministic=config.deterministic)
-    rows: list[Row] = []
-    for case in config.cases or (GPU_CASES if device.type == "cuda" else CPU_CASES):
-        rows += _Case(config, device, precision, *split_case(case)).rows()
-    result = {"conditions": _conditions(config, device, precision), "rows": rows}
-    _write(Path(config.out), result)
-    _print(result)
+    bench = _Bench(config)
+    result: dict[str, Any] = {"conditions": bench.conditions(), "rows": [], "sweep": []}
+    folder = Path(config.out)
+
+    def keep(section: str, rows: Sequence[Row]) -> None:
+        result.setdefault(section, []).extend(rows)
+        write(folder, result)
+
+    if config.table:
+        for case in bench.cases:
+            bench.time_case(case, lambda rows: keep("rows", rows))
+    if config.sweep:
+        for rows in bench.sweep():
+            keep("sweep", rows)
+            draw_sweep(result["sweep"], folder / "sweep.png")
+    first = bench.settings(bench.cases[0])[0]
+    if config.static_assignment:
+        steps = config.static_steps or (200 if bench.is_gpu else 4)
+        keep("static", bench.static_rows(first, steps))
+    if config.startup:
+        for row in startup_rows(first, bench.device.type, compile=config.compile):
+            keep("startup", [row])
+    write(folder, result)
+    show(result)
     return result
 
 
-class _Case:
-    """One model at one batch size."""
+class _Bench:
+    """What every case shares: the device, the clock and the precisions."""
 
-    def __init__(
-        self, config: BenchConfig, device: torch.device, precision: str, model: str, batch: int
-    ) -> None:
-        self.config, self.device, self.precision = config, device, precision
-        self.model, self.batch = model, batch
-        self.is_gpu = device.type == "cuda"
+    def __init__(self, config: BenchConfig) -> None:
+        self.config = config
+        self.device = _device(config)
+        self.is_gpu = self.device.type == "cuda"
+        self.gpu = torch.cuda.get_device_name() if self.is_gpu else ""
+        self.clock = Clock(self.device, config.steps, config.blocks)
+        self.cases = config.cases or (GPU_CASES if self.is_gpu else CPU_CASES)
         self.imgsz = config.imgsz or (640 if self.is_gpu else 160)
-        self.names = make_records(1).names
-        self.batches = make_batches(batch, self.imgsz, config.boxes, device)
+        self.precisions = _precisions(config.precision, self.device)
+        models = {split_case(case)[0] for case in self.cases}
+        self.costs = {model: _cost_of(model, self.imgsz) for model in models}
 
-    def rows(self) -> list[Row]:
-        """A row for each variant; ratios are those of the medians."""
-        wanted = {"ultralytics": self.config.rival, "eager": self.config.eager or not self.is_gpu}
-        wanted |= {"graph": self.is_gpu, "graph+compile": self.is_gpu and self.config.compile}
-        rows = [self._row(variant) for variant, is_wanted in wanted.items() if is_wanted]
-        rival = next((row["step_ms"] for row in rows if row["variant"] == "ultralytics"), None)
-        for row in rows:
-            row["ratio"] = round(rival / row["step_ms"], 2) if rival else None
+    def settings(self, case: str) -> list[Setting]:
+        """Every optimizer and precision of a case."""
+        model, batch = split_case(case)
+        shared = (model, batch, self.imgsz, self.config.boxes)
+        return [
+            Setting(*shared, precision, optimizer, self.config.deterministic)
+            for optimizer in self.config.optimizer
+            for precision in self.precisions
+        ]
+
+    def time_case(self, case: str, keep: Callable[[Sequence[Row]], None]) -> None:
+        """Hand ``keep`` the rows of one setting after the other."""
+        settings = self.settings(case)
+        variants = self._variants()
+        scene, failed = self._scene(settings[0])
+        for setting in settings:
+            rows = self._rows(setting, scene, variants) if scene else []
+            keep(rows or _failed_rows(setting, variants, failed))
+
+    def sweep(self) -> Iterator[list[Row]]:
+        """Yields rows of the first case's model by batch size; a variant that failed is not tried at a larger one."""
+        config = self.config
+        wanted = {ULTRALYTICS: config.rival, EAGER: True, GRAPH: self.is_gpu}
+        variants = [variant for variant, is_wanted in wanted.items() if is_wanted]
+        model, _ = split_case(self.cases[0])
+        batch = 1
+        while batch <= config.sweep_max and variants:
+            setting = self.settings(f"{model}:{batch}")[0]
+            scene, failed = self._scene(setting)
+            rows = self._rows(setting, scene, variants) if scene else []
+            yield rows or _failed_rows(setting, variants, failed)
+            alive = {row["variant"] for row in rows if "step_ms" in row}
+            variants = [variant for variant in variants if variant in alive]
+            batch *= 2
+
+    def static_rows(self, setting: Setting, steps: int) -> Sequence[Row]:
+        """The exact and the frozen assignment, or why that failed."""
+        found: list[Row] = []
+        failed = _attempt(lambda: found.extend(static_rows(setting, self.clock, steps)))
+        return found or [setting.named() | failed]
+
+    def conditions(self) -> Row:
+        """What the numbers depend on."""
+        return {
+            "date": time.strftime("%Y-%m-%d"),
+            "device": self.gpu or f"CPU, {torch.get_num_threads()} threads",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "ultralytics": metadata.version("ultralytics"),
+            "imgsz": self.imgsz,
+            "boxes": self.config.boxes,
+            "deterministic": self.config.deterministic,
+            "blocks": self.config.blocks,
+        }
+
+    def _variants(self) -> list[str]:
+        config = self.config
+        wanted = {
+            ULTRALYTICS: config.rival,
+            ULTRALYTICS_COMPILE: config.rival and config.compile,
+            EAGER: config.eager or not self.is_gpu,
+            GRAPH: self.is_gpu,
+            GRAPH_COMPILE: self.is_gpu and config.compile,
+        }
+        return [variant for variant, is_wanted in wanted.items() if is_wanted]
+
+    def _scene(self, setting: Setting) -> tuple[Scene | None, Row]:
+        made: list[Scene] = []
+        failed = _attempt(lambda: made.append(make_scene(setting, self.device)))
+        return (made[0] if made else None), failed
+
+    def _rows(self, setting: Setting, scene: Scene, variants: Sequence[str]) -> list[Row]:
+        """A row for each variant, compared with each other."""
+        set_kernels(setting.precision, deterministic=setting.deterministic)
+        rows = []
+        for variant in variants:
+            row = setting.named() | {"variant": variant}
+            row |= _attempt(
+                lambda row=row, variant=variant: self._time(row, variant, setting, scene)
+            )
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            rows.append(row)
+        add_ratios(rows)
         return rows
 
-    def _row(self, variant: str) -> Row:
-        gc.collect()
-        if self.is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        # Ultralytics does not ask cuDNN to measure its kernels, and is not slowed down by it here.
-        torch.backends.cudnn.benchmark = not self.config.deterministic and variant != "ultralytics"
-        call, close = self._rival() if variant == "ultralytics" else self._ours(variant)
-        call(0)
-        self._wait()
-        ready_s = time.perf_counter() - begin
-        for number in range(WARM_UP[self.device.type]):
-            call(number)
-        times = self._times(call)
-        row: Row = {
-            "model": self.model.removesuffix(".yaml"),
-            "batch": self.batch,
-            "variant": variant,
-            "step_ms": round(statistics.median(times), 3),
+    def _time(self, row: Row, variant: str, setting: Setting, scene: Scene) -> None:
+        """Build a variant, measure it and write what was found into its row."""
+        is_ours = variant not in (ULTRALYTICS, ULTRALYTICS_COMPILE)
+        memory = _Memory(scene.ring_bytes if is_ours else 0) if self.is_gpu else None
+        clock, built = self.clock, []
+        build_s = clock.seconds(lambda: built.append(build_variant(variant, setting, scene)))
+        subject = built.pop()
+        kernels_s = clock.seconds(subject.first)
+        has_graph = variant.startswith(GRAPH)
+        capture_s = clock.seconds(lambda: subject.call(0)) if has_graph else 0.0
+        times = clock.blocks_ms(subject.call)
+        step_ms = statistics.median(times)
+        row |= {
+            "step_ms": round(step_ms, 3),
             "spread": f"{min(times):.2f}-{max(times):.2f}",
-            "images_per_s": round(self.batch / statistics.median(times) * 1e3, 1),
-            "ready_s": round(ready_s, 1),
+            "images_per_s": round(setting.batch / step_ms * 1e3, 1),
+            "host_ms": round(clock.host_ms(subject.call), 3),
+            "build_s": round(build_s, 2),
+            "kernels_s": round(kernels_s, 2),
+            "start_s": round(build_s + kernels_s + capture_s, 2),
         }
-        if self.is_gpu:
-            row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            row |= profile(call, top=self.config.profile, title=f"{self.model} {variant}")
-        close()
-        print(json.dumps(row), file=sys.stderr, flush=True)
-        return row
-
-    def _times(self, call: Callable[[int], None]) -> list[float]:
-        """Milliseconds a step of every block."""
-        steps = self.config.steps or (30 if self.is_gpu else 2)
-        times = []
-        for _ in range(self.config.blocks):
-            self._wait()
-            begin = time.perf_counter()
-            for number in range(steps):
-                call(number)
-            self._wait()
-            times.append((time.perf_counter() - begin) / steps * 1e3)
-        return times
-
-    def _wait(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def _ours(self, variant: str) -> tuple[Callable[[int], None], Callable[[], None]]:
-        options = StepOptions(
-            batch=self.batch, imgsz=self.imgsz, gains=(7.5, 0.5, 1.5), clip_norm=10.0,
-            optimizer=self.config.optimizer, momentum=0.9, precision=self.precision,
-            compile="model" if variant.endswith("compile") else "off",
-        )  # fmt: skip
-        detector = build_detector(self.model, self.names, imgsz=self.imgsz, seed=0)
-        step = build_step(detector.to(self.device).train(), options)
-        graphed = GraphedStep(step, mode="require" if variant.startswith("graph") else "off")
-        return lambda number: run_step(
-            graphed, self.batches[number % len(self.batches)]
-        ), graphed.release
-
-    def _rival(self) -> tuple[Callable[[int], None], Callable[[], None]]:
-        detector = build_detector(self.model, self.names, imgsz=self.imgsz, seed=0).to(self.device)
-        pairs: list[tuple[Tensor, Batch]] = [(augment(b).byte(), b) for b in self.batches]
-        return Rival(detector, pairs, bf16=self.precision == "bf16"), lambda: None
+        row |= {"capture_s": round(capture_s, 2)} if has_graph else {}
+        cost = self.costs[setting.model]
+        row |= shares(cost, self.gpu, setting.precision, (setting.batch, step_ms))
+        if memory:
+            row |= memory.taken()
+            found = profile(
+                subject.call, top=self.config.profile, title=f"{setting.model} {variant}"
+            )
+            row |= found | {"wall_ratio": round(step_ms / max(found["kernel_ms"], 1e-6), 2)}
+        subject.close()
 
 
-def run_step(step: Step, batch: Batch) -> None:
-    """One step with an update, as the training loop calls it."""
-    step.set_controls(CONTROLS, head_gains_at(0, 100, step.num_heads))
-    step(batch, update=True)
+class _Memory:
+    """What a variant takes of the GPU, beside what was there before; ``own_bytes`` of that are its own."""
+
+    def __init__(self, own_bytes: int) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        self.others = torch.cuda.memory_allocated() - own_bytes
+
+    def taken(self) -> Row:
+        """GiB that tensors took at most, and that the allocator holds now."""
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        return {
+            "peak_gib": round((peak - self.others) / 2**30, 2),
+            "reserved_gib": round((reserved - self.others) / 2**30, 2),
+        }
 
 
-def profile(call: Callable[[int], None], *, top: int, title: str, steps: int = 3) -> Row:
-    """Milliseconds of kernels and the host's launches in one step; prints the ``top`` kernels."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with warnings.catch_warnings(), torch.profiler.profile(activities=activities) as profiler:
-        warnings.simplefilter("ignore")
-        for number in range(steps):
-            call(number)
-        torch.cuda.synchronize()
-    launches, kernels = 0, {}
-    for event in profiler.key_averages():
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            kernels[event.key] = (event.self_device_time_total / 1e3 / steps, event.count // steps)
-        elif "Launch" in event.key or "MemcpyAsync" in event.key or "MemsetAsync" in event.key:
-            launches += event.count
-    if top:
-        print(f"--- {title}: {sum(n for _, n in kernels.values())} kernels", file=sys.stderr)
-        for key, (ms, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[:top]:
-            print(f"{ms:8.3f} ms {count:5d} x {key[:110]}", file=sys.stderr)
-    return {
-        "kernel_ms": round(sum(ms for ms, _ in kernels.values()), 3),
-        "launches": round(launches / steps),
-    }
+def _attempt(measure: Callable[[], object]) -> Row:
+    """Call it; nothing, or the reason why it failed, with the traceback on stderr.
+
+    One variant that runs out of memory or does not compile must not cost the others their rows.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    try:
+        measure()
+        return {}
+    except StopRequested:
+        raise
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        traceback.clear_frames(error.__traceback__)  # they hold the memory of the failed step
+        return {"failed": reason}
+
+
+def _cost_of(model: str, imgsz: int) -> Cost | None:
+    """None where it cannot be counted.
+
+    Raises:
+        UserError: an unknown model, told before anything is measured.
+    """
+    try:
+        return count_cost(model, imgsz)
+    except (NotImplementedError, RuntimeError) as error:  # a layer without a rule for meta tensors
+        print(f"operations of {model} are not counted: {error}", file=sys.stderr)
+        return None
+
+
+def _failed_rows(setting: Setting, variants: Sequence[str], failed: Row) -> list[Row]:
+    return [setting.named() | {"variant": variant} | failed for variant in variants]
+
+
+def _precisions(wanted: Sequence[str], device: torch.device) -> list[str]:
+    """With ``auto`` decided, each once.
+
+    Raises:
+        UserError: the device or the step has none of them.
+    """
+    chosen, refused = [], []
+    for precision in wanted:
+        try:
+            chosen.append(resolve_precision(precision, device))
+        except UserError as error:  # Ultralytics may have it, and ours gets a row that says this
+            refused.append(error)
+            chosen.append(precision)
+    if len(refused) == len(wanted):
+        raise refused[0]
+    return list(dict.fromkeys(chosen))
 
 
 def _device(config: BenchConfig) -> torch.device:
@@ -189,42 +286,3 @@ def _device(config: BenchConfig) -> torch.device:
             "device=cuda, but torch sees no GPU: use device=auto or install the CUDA build of torch"
         )
     return torch.device("cuda" if found and config.device != "cpu" else "cpu")
-
-
-def _conditions(config: BenchConfig, device: torch.device, precision: str) -> Row:
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "precision": precision,
-        "imgsz": config.imgsz or (640 if device.type == "cuda" else 160),
-        "boxes": config.boxes,
-        "optimizer": config.optimizer,
-        "deterministic": config.deterministic,
-        "blocks": config.blocks,
-    }
-
-
-def _write(folder: Path, result: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "step.json").write_text(json.dumps(result, indent=1) + "\n")
-    lines = [", ".join(f"{key} {value}" for key, value in result["conditions"].items()), ""]
-    lines += [f"| {' | '.join(COLUMNS.values())} |", "|" + " --- |" * len(COLUMNS)]
-    lines += [f"| {' | '.join(_cells(row))} |" for row in result["rows"]]
-    (folder / "step.md").write_text("\n".join(lines) + "\n")
-
-
-def _print(result: dict[str, Any]) -> None:
-    table = Table(
-        *COLUMNS.values(), title=", ".join(f"{k} {v}" for k, v in result["conditions"].items())
-    )
-    for row in result["rows"]:
-        table.add_row(*_cells(row))
-    Console(stderr=True, width=160).print(table)
-
-
-def _cells(row: Row) -> list[str]:
-    values = [row.get(key) for key in COLUMNS]
-    return ["" if value is None else str(value) for value in values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from yolo_ray.config.document import parse_setting
 from yolo_ray.config.options import build, find_option
@@ -15,13 +15,17 @@ from yolo_ray.errors import UserError
 Count = Annotated[int, Field(ge=1)]
 CPU_CASES = ("yolo11n.yaml:2",)
 GPU_CASES = ("yolo11n.yaml:16", "yolo11n.yaml:64", "yolo26n.yaml:16", "yolo11m.yaml:32")
+ALLOWED = {
+    "precision": ("auto", "bf16", "fp16", "tf32", "fp32"),
+    "optimizer": ("SGD", "AdamW", "MuSGD"),
+}
 
 
 class BenchConfig(Section):
     """One benchmark; what is null is chosen by the device."""
 
     cases: tuple[str, ...] = Field(
-        default=(), description="list of model.yaml:batch; empty: by device"
+        default=(), description="list of model.yaml:batch, or one; empty: by device"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: a GPU if there is one"
@@ -30,35 +34,67 @@ class BenchConfig(Section):
         default=None, description="side of the photos in pixels; null: 640 on a GPU, 160 on a CPU"
     )
     boxes: Count = Field(default=20, description="boxes an image")
-    optimizer: Literal["SGD", "AdamW", "MuSGD"] = Field(
-        default="SGD", description="of all variants"
+    optimizer: tuple[str, ...] = Field(
+        default=("SGD",), description="of all variants: SGD, AdamW, MuSGD, or a list of them"
     )
-    precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
-        default="auto", description="auto: bf16 on a GPU that has it"
+    precision: tuple[str, ...] = Field(
+        default=("auto",),
+        description="auto, bf16, fp16, tf32, fp32, or a list of them; auto: bf16 on a GPU that has it",
     )
+    table: bool = Field(default=True, description="time every case; false: only what is asked for")
     compile: bool = Field(
-        default=False, description="time the graph with torch.compile too; takes minutes"
+        default=False,
+        description="with torch.compile too, Ultralytics' own way and in our graph; takes minutes",
     )
     rival: bool = Field(default=True, description="time Ultralytics beside it")
     eager: bool = Field(default=True, description="time our step without a graph too")
+    sweep: bool = Field(
+        default=False, description="the first case's model over batch sizes, with a picture"
+    )
+    sweep_max: Count = Field(default=256, description="largest batch of the sweep (powers of two)")
+    startup: bool = Field(
+        default=False,
+        description="time from process start to the first replay, cold and warm cache; takes minutes",
+    )
+    static_assignment: bool = Field(
+        default=False, description="our graph beside one with the assignment frozen for each batch"
+    )
+    static_steps: Count | None = Field(
+        default=None, description="steps of that comparison; null: 200 on a GPU, 4 on a CPU"
+    )
     deterministic: bool = Field(
         default=False, description="deterministic kernels only, for all variants"
     )
     steps: Count | None = Field(
-        default=None, description="steps of a block; null: 30 on a GPU, 2 on a CPU"
+        default=None, description="steps of a block; null: what 0.6 s holds, 5 to 30 (2 on a CPU)"
     )
     blocks: Count = Field(default=5, description="blocks; the median is reported")
     profile: Annotated[int, Field(ge=0)] = Field(
         default=0, description="list that many kernels of each variant by their time"
     )
-    out: str = Field(default="runs/benchmark", description="folder of step.json and step.md")
+    out: str = Field(
+        default="runs/benchmark", description="folder of step.json, step.md and sweep.png"
+    )
+
+    @field_validator("cases", "optimizer", "precision", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("optimizer", "precision", mode="after")
+    @classmethod
+    def _known(cls, value: tuple[str, ...], info: Any) -> tuple[str, ...]:
+        allowed = ALLOWED[info.field_name]
+        if not value or any(word not in allowed for word in value):
+            raise ValueError(f"expected one or a list of {', '.join(allowed)}")
+        return tuple(dict.fromkeys(value))
 
 
 def parse(argv: Sequence[str]) -> BenchConfig:
     """The benchmark that the arguments ask for.
 
     Raises:
-        UserError: unknown or wrong options.
+        UserError: unknown or wrong options, or a case that is not ``model:batch``.
     """
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
@@ -67,7 +103,10 @@ def parse(argv: Sequence[str]) -> BenchConfig:
             option = find_option(BenchConfig, setting.key, setting.place)
             values[option.name] = setting.value
             places[option.name] = setting.place
-    return build(BenchConfig, values, places)
+    config = build(BenchConfig, values, places)
+    for case in config.cases:
+        split_case(case)
+    return config
 
 
 def split_case(case: str) -> tuple[str, int]:
