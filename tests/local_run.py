@@ -59,14 +59,16 @@ class LocalOptions:
     optimizer: str = "SGD"
     frozen_norm: bool = False
     double: bool = False
+    sides: tuple[int, ...] = ()  # of multi_scale
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(close_mosaic=0))
 
 
 def make_plan(records: Records, options: LocalOptions) -> Plan:
-    return Plan(
+    plan = Plan(
         records, seed=3, epochs=options.epochs, batch=options.batch, imgsz=options.imgsz,
         augment=options.augment,
     )  # fmt: skip
+    return plan.with_sides(options.sides or (options.imgsz,))
 
 
 class LocalRun:

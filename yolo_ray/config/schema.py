@@ -117,6 +117,10 @@ class AugmentConfig(Section):
     close_mosaic: Annotated[int, Field(ge=0)] = Field(
         default=10, description="last epochs without mosaic"
     )
+    multi_scale: Fraction = Field(
+        default=0.0,
+        description="image side of each step in imgsz * (1 +- multi_scale), 5 sides at most",
+    )
     albumentations: bool | tuple[dict[str, Any], ...] = Field(
         default=True,
         description="true: Blur, MedianBlur, ToGray, CLAHE at p=0.01; false: none; or a list of "

@@ -24,7 +24,6 @@ UNSUPPORTED: dict[str, str] = {
     "verbose": "is not an option: set log_steps to be told less or more",
     "single_cls": "is not supported; give the data.yaml one class",
     "rect": _SHAPES,
-    "multi_scale": _SHAPES,
     "amp": "is called precision here: amp=true is precision=auto, amp=false is precision=fp32",
     "half": "is not supported: evaluation runs in float32; precision is that of training",
     "fraction": "is not supported; list the photos you want in a .txt file named by data.yaml",

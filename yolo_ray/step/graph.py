@@ -1,20 +1,20 @@
 """The whole training step as one CUDA graph: the eager step captured once, then replayed.
 
-One graph for each (box capacity, update or accumulate), captured when it is first needed, all in one memory pool.
-What a step reads lies in tensors that never move: the flat buffers, the controls, the photo ring, and the static
-batch that every batch is copied into.
+One graph for each (image side, box capacity, update or accumulate), captured when it is first needed, all in one
+memory pool. What a step reads lies in tensors that never move: the flat buffers, the controls, the photo ring, and the
+static batch that every batch is copied into.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from yolo_ray.data.batch import Batch
+from yolo_ray.data.batch import TENSORS, Batch
 from yolo_ray.errors import UserError
 from yolo_ray.step.flat import FlatModel
 from yolo_ray.step.optim import Optimizer
@@ -24,8 +24,8 @@ from yolo_ray.step.train_step import StepOptions, TrainStep
 WARM_UP_STEPS = (
     3  # cuDNN and Triton choose and compile kernels in these; none may do so in a capture
 )
-SMALL = tuple(field.name for field in fields(Batch) if field.name != "photos")
-Key = tuple[int, bool]  # box capacity, update
+SMALL = tuple(name for name in TENSORS if name != "photos")
+Key = tuple[int, int, bool]  # image side, box capacity, update
 
 
 @dataclass
@@ -61,7 +61,7 @@ class GraphedStep:
                 )
             self.reason = "there is no GPU"
         self._graphs: dict[Key, _Captured] = {}
-        self._inputs: dict[int, Batch] = {}
+        self._inputs: dict[tuple[int, int], Batch] = {}  # by image side and capacity
         self._stream = torch.cuda.Stream() if not self.reason else None
         self._pool = torch.cuda.graph_pool_handle() if not self.reason else None
 
@@ -74,7 +74,7 @@ class GraphedStep:
         if self.reason:
             self.step(batch, update=update)
             return
-        key = (len(batch.boxes), update)
+        key = (batch.side, len(batch.boxes), update)
         if key not in self._graphs and not self._try_capture(key, batch):
             self.step(batch, update=update)
             return
@@ -111,11 +111,11 @@ class GraphedStep:
         return key in self._graphs
 
     def _capture(self, key: Key, batch: Batch) -> _Captured:
-        capacity, update = key
-        if capacity not in self._inputs:
+        shape, update = key[:2], key[2]
+        if shape not in self._inputs:
             small = {name: getattr(batch, name).clone() for name in SMALL}
-            self._inputs[capacity] = Batch(photos=batch.photos, **small)
-        inputs = self._inputs[capacity]
+            self._inputs[shape] = Batch(photos=batch.photos, side=batch.side, **small)
+        inputs = self._inputs[shape]
         _load(inputs, batch)
         current, side = torch.cuda.current_stream(), self._stream
         assert side is not None

@@ -102,7 +102,7 @@ class TrainStep:
             batch.classes,
             batch.image_index,
             batch.valid,
-            imgsz=self.options.imgsz,
+            imgsz=batch.side,
         )
         head_gains = self.controls[len(RATES) :]
         weighted = (sums.items * self.gains).sum(1) * head_gains * self.options.batch
