@@ -18,6 +18,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(min_length=1)]
+Layer = Annotated[int, Field(ge=0, strict=True)]  # strict: [true] is no layer
 
 
 class Section(BaseModel):
@@ -225,6 +226,10 @@ class TrainConfig(Section):
     precision: Literal["auto", "bf16", "tf32", "fp32"] = Field(
         default="auto",
         description="of products and activations, weights are float32; auto: bf16 on GPUs that have it",
+    )
+    freeze: Layer | tuple[Layer, ...] | None = Field(
+        default=None,
+        description="layers that are not trained: the first so many, or a list of indices such as [0, 1, 5]",
     )
     patience: Annotated[int, Field(ge=0)] = Field(
         default=100, description="epochs without gain; 0: never stop"

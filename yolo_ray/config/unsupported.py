@@ -28,7 +28,6 @@ UNSUPPORTED: dict[str, str] = {
     "half": "is not supported: evaluation runs in float32; precision is that of training",
     "fraction": "is not supported; list the photos you want in a .txt file named by data.yaml",
     "profile": "is not supported; python -m pipelines.benchmark times the steps",
-    "freeze": _LATER,
     "channels_last": "is not an option: on a GPU filters and activations lie channels last",
     "dropout": _OTHER_TASK,
     "overlap_mask": _OTHER_TASK,
