@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_device import make_scene
+from tests.unit.test_device import SIDE, make_scene
 from yolo_ray.augment.device import augment
 from yolo_ray.augment.fused import fused_images
 from yolo_ray.data.batch import Batch
@@ -52,12 +51,17 @@ def pixels() -> None:
     scene = make_scene(MOTION, [True, True, False, False, True], flips=True)
     none = torch.zeros(16, dtype=torch.int64)
     tensors = [*scene, torch.tensor(HSV), torch.zeros(16, 4), none, none, none.bool()]
-    names = [field.name for field in dataclasses.fields(Batch)]
-    batch = Batch(**dict(zip(names, tensors, strict=True)))
-    wanted = augment(batch) / 255
-    assert torch.equal(fused_images(batch, torch.float32, 3), wanted)
-    wide = fused_images(batch, torch.float32, 8)
-    assert torch.equal(wide[:, :3], wanted) and not wide[:, 3:].any()
+    for side in (
+        SIDE,
+        SIDE // 2,
+        SIDE * 3 // 2,
+    ):  # the map stays: a larger image sees more of the canvas
+        batch = Batch(*tensors, side)
+        wanted = augment(batch) / 255
+        assert wanted.shape[-1] == side
+        assert torch.equal(fused_images(batch, torch.float32, 3), wanted)
+        wide = fused_images(batch, torch.float32, 8)
+        assert torch.equal(wide[:, :3], wanted) and not wide[:, 3:].any()
 
 
 def norm() -> None:

@@ -18,6 +18,7 @@ from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import Records
 from yolo_ray.model.build import Detector, build_detector
+from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.model.loss import head_gains_at
 from yolo_ray.model.norm import freeze_statistics, synchronise
 from yolo_ray.step.flat import FlatModel
@@ -60,14 +61,17 @@ class LocalOptions:
     frozen_norm: bool = False
     double: bool = False
     micro_batch: int | None = None
+    freeze: int | tuple[int, ...] | None = None
+    sides: tuple[int, ...] = ()  # of multi_scale
     augment: AugmentConfig = field(default_factory=lambda: AugmentConfig(close_mosaic=0))
 
 
 def make_plan(records: Records, options: LocalOptions) -> Plan:
-    return Plan(
+    plan = Plan(
         records, seed=3, epochs=options.epochs, batch=options.batch, imgsz=options.imgsz,
         augment=options.augment,
     )  # fmt: skip
+    return plan.with_sides(options.sides or (options.imgsz,))
 
 
 class LocalRun:
@@ -82,6 +86,7 @@ class LocalRun:
         self.detector: Detector = build_detector(
             options.model, records.names, imgsz=options.imgsz, seed=1
         )
+        freeze_layers(self.detector, options.freeze)
         self.detector.train()
         if options.frozen_norm:
             freeze_statistics(self.detector.net)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from yolo_ray.augment.device import augment, normalised
 from yolo_ray.bench.scene import make_batches, make_records
 from yolo_ray.data.batch import Batch, PhotoRing, take_rows
+from yolo_ray.data.geometry import resize_output
 from yolo_ray.errors import UserError
 from yolo_ray.model.assign import ONE_TO_MANY, ONE_TO_ONE, Truth, assign
 from yolo_ray.model.boxes import HeadOutput, boxes_from_distances, make_anchors
@@ -244,7 +246,7 @@ def test_capture_leaves_no_trace(batches: list[Batch]) -> None:
     torch.manual_seed(5)
     before, random = state_of(step), torch.cuda.get_rng_state()
     graphed = GraphedStep(step, mode="require")
-    assert graphed._try_capture((len(batches[0].boxes), True), batches[0])
+    assert graphed._try_capture((IMGSZ, len(batches[0].boxes), True), batches[0])
     assert_equal(state_of(graphed), before)
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert not step.sums.any()
@@ -331,6 +333,29 @@ def test_a_batch_without_boxes(model: str, batches: list[Batch]) -> None:
     run(graphed, empty)
     sums = graphed.read_sums()
     assert sums["skipped"] == 0 and all(value == value for value in sums.values())
+
+
+def with_side(batch: Batch, side: int) -> Batch:
+    """The same batch at another side of the images, as multi_scale makes it."""
+    ratio = side / IMGSZ
+    planned, boxes = batch.inverse.cpu().double().numpy(), batch.boxes * ratio
+    inverse, _ = resize_output(planned, np.zeros((0, 4), np.float32), IMGSZ, side)
+    moved = torch.from_numpy(inverse).to(batch.inverse)
+    return dataclasses.replace(batch, inverse=moved, boxes=boxes, side=side)
+
+
+def test_every_side_has_a_graph_of_its_own(batches: list[Batch]) -> None:
+    eager, graphed = make_step(), GraphedStep(make_step(), mode="require")
+    sides = [IMGSZ, 96, 160, IMGSZ, 160, 96]
+    for number, side in enumerate(sides):
+        batch = with_side(batches[number % 4], side)
+        pixels = normalised(batch, torch.float32)
+        assert pixels.shape[-1] == side
+        assert torch.equal(pixels.cpu(), augment(batch.to("cpu")) / 255)
+        run(eager, batch)
+        run(graphed, batch)
+        assert_equal(state_of(graphed), state_of(eager))
+    assert (graphed.captures, graphed.replays) == (3, 6)
 
 
 def test_another_shape_is_refused(batches: list[Batch]) -> None:

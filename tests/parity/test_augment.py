@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from ultralytics.data import augment as oracle
+from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils.instance import Instances
 
-from yolo_ray.augment.device import compose, hsv
+from yolo_ray.augment.device import Scene, compose, hsv
 from yolo_ray.data.geometry import Affine, Layout, build_affine, lay_out, transform_boxes
+from yolo_ray.data.sides import sides_of
 
 SIDE = 160
 # angle, scale, shear x, shear y, x and y of the canvas' centre; mosaic centre; flips (lr, ud)
@@ -121,11 +124,12 @@ def compose_one(photos: list[np.ndarray], layout: Layout, affine: Affine) -> np.
     for place, photo in zip(ring, photos, strict=True):
         place[: photo.shape[0], : photo.shape[1]] = photo
     parts = (layout.origins, layout.extents, layout.centre, layout.canvas, affine.inverse)
-    image = compose(
+    scene = Scene(
         torch.from_numpy(ring).permute(0, 3, 1, 2).contiguous(),
         torch.arange(4)[None],
         *(torch.from_numpy(part.astype(np.float32)) for part in parts),
     )
+    image = compose(scene, SIDE)
     return image[0].permute(1, 2, 0).numpy()
 
 
@@ -158,6 +162,30 @@ def test_without_affine_the_letterbox_is_exact(shape):
     image, found, kept = run_ours([photo] * 4, [boxes] * 4, CASES[0], mosaic=False)
     np.testing.assert_array_equal(image, label["img"])
     np.testing.assert_allclose(found, label["instances"].bboxes[kept], atol=1e-3)
+
+
+@pytest.mark.parametrize("multi_scale", [0.05, 0.1, 0.3, 0.5, 0.77])
+def test_sides_of_multi_scale_are_some_of_ultralytics(monkeypatch, multi_scale):
+    """Ours are among theirs, and reach as far as the range does."""
+    asked: list[tuple[int, int]] = []
+
+    def randrange(low: int, high: int) -> int:
+        asked.append((low, high))
+        return low
+
+    monkeypatch.setattr("random.randrange", randrange)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(multi_scale=multi_scale, imgsz=640),
+        stride=32,
+        device=torch.device("cpu"),
+    )
+    batch = {"img": torch.zeros(1, 3, 640, 640, dtype=torch.uint8)}
+    image = DetectionTrainer.preprocess_batch(trainer, batch)["img"]
+    possible = sorted({number // 32 * 32 for number in range(*asked[0])})
+    sides = sides_of(640, multi_scale, 32)
+    assert image.shape[-1] == possible[0] and set(sides) <= set(possible)
+    assert sides[0] - possible[0] <= 32 and possible[-1] - sides[-1] <= 32
+    assert 3 <= len(sides) <= 5 and sides[0] + sides[-1] == 2 * 640
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 
 from yolo_ray.augment.device import augment
 from yolo_ray.config.schema import AugmentConfig
-from yolo_ray.data.batch import Batch, PhotoRing
+from yolo_ray.data.batch import TENSORS, Batch, PhotoRing
 from yolo_ray.data.geometry import resized_extents
 from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import Records
@@ -20,7 +20,7 @@ from yolo_ray.errors import UserError
 SIDE, COUNT, BATCH = 32, 10, 4
 
 
-def make_plan() -> Plan:
+def make_plan(sides: tuple[int, ...] = (SIDE,)) -> Plan:
     rng = np.random.default_rng(1)
     corners = np.sort(rng.random((COUNT * 3, 2, 2)), axis=1)
     records = Records(
@@ -34,7 +34,8 @@ def make_plan() -> Plan:
         bad=(),
     )
     config = AugmentConfig(degrees=10, shear=3, mosaic=0.8, close_mosaic=1)
-    return Plan(records, seed=0, epochs=2, batch=BATCH, imgsz=SIDE, augment=config)
+    plan = Plan(records, seed=0, epochs=2, batch=BATCH, imgsz=SIDE, augment=config)
+    return plan.with_sides(sides)
 
 
 def photos_of(plan: Plan, step: int, slots: range) -> np.ndarray:
@@ -60,14 +61,14 @@ def batches_of(plan: Plan, rank: int, workers: int, steps: range) -> list[Batch]
     return batches
 
 
-def global_hashes(workers: int, steps: range) -> list[str]:
+def global_hashes(workers: int, steps: range, plan: Plan) -> list[str]:
     """One hash a step of the pixels and boxes of the whole batch, put together from the shards."""
-    plan = make_plan()
     shards = [batches_of(plan, rank, workers, steps) for rank in range(workers)]
     hashes = []
     for parts in zip(*shards, strict=True):
         digest = hashlib.sha256()
         for part in parts:
+            assert part.side == parts[0].side and part.side in plan.sides
             digest.update(augment(part).numpy().tobytes())
         starts = [slots_of(rank, workers, BATCH).start for rank in range(workers)]
         truth = (
@@ -83,17 +84,22 @@ def global_hashes(workers: int, steps: range) -> list[str]:
     return hashes
 
 
-def test_two_epochs_are_bit_equal_for_1_2_and_4_workers():
-    steps = range(make_plan().total_steps)
-    one = global_hashes(1, steps)
+PLANS = [make_plan(), make_plan(sides=(16, SIDE, 48))]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_two_epochs_are_bit_equal_for_1_2_and_4_workers(plan):
+    steps = range(plan.total_steps)
+    one = global_hashes(1, steps, plan)
     assert len(set(one)) == len(steps) == 6
-    assert global_hashes(2, steps) == one
-    assert global_hashes(4, steps) == one
+    assert global_hashes(2, steps, plan) == one
+    assert global_hashes(4, steps, plan) == one
 
 
-def test_a_resume_gives_the_same_batches():
-    steps = range(make_plan().total_steps)
-    assert global_hashes(2, range(4, steps.stop)) == global_hashes(2, steps)[4:]
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_resume_gives_the_same_batches(plan):
+    steps = range(plan.total_steps)
+    assert global_hashes(2, range(4, steps.stop), plan) == global_hashes(2, steps, plan)[4:]
 
 
 def test_picks_point_at_the_photos_of_the_plan():
@@ -120,7 +126,8 @@ def test_shapes_are_fixed_and_padding_is_not_valid():
     assert not batch.boxes[count:].any() and not batch.image_index[count:].any()
     assert batch.image_index[batch.valid].max() < 2
     moved = batch.to("meta")
-    assert all(getattr(moved, f.name).is_meta for f in dataclasses.fields(Batch))
+    assert all(getattr(moved, name).is_meta for name in TENSORS) and moved.side == SIDE
+    assert len(TENSORS) == len(dataclasses.fields(Batch)) - 1
 
 
 def test_a_photo_missing_from_the_ring_is_our_error():

@@ -72,6 +72,16 @@ def test_a_text_is_taken_as_written(text: str) -> None:
     assert load(["data=x", f"name={text}"]).name == text
 
 
+def test_freeze_is_a_number_or_a_list() -> None:
+    values = {"10": 10, "0": 0, "null": None, "[0, 1, 5]": (0, 1, 5), "[]": ()}
+    for text, value in values.items():
+        config = load(["data=x", f"freeze={text}"])
+        assert config.freeze == value
+        dump(config, Path("again.yaml"))
+        assert load(["again.yaml"]).freeze == value
+    assert load(["data=x", "freeze=[0,1]"]).flat()["freeze"] == "[0, 1]"
+
+
 def test_data_shorthand_and_section() -> None:
     assert load(["data=x.yaml", "data.max_bad=0.1"]).data.max_bad == 0.1
     inline = load(["data={path: y.yaml, max_bad: 0.2}"]).data
@@ -124,6 +134,12 @@ def test_data_is_relative_to_the_yaml_file_else_to_here(in_tmp: Path) -> None:
         ("workers=two", "cluster.workers=two is wrong: expected a whole number >= 1"),
         ("name=", "expected a text that is not empty"),
         ("albumentations=[1]", "expected true or false or a list"),
+        ("multi_scale=1.5", "augment.multi_scale=1.5 is wrong: expected a number >= 0 and <= 1"),
+        ("freeze=-1", "freeze=-1 is wrong: expected a whole number >= 0 or a list or null"),
+        ("freeze=[0,-1]", "expected a whole number >= 0 or a list or null"),
+        ("freeze=true", "expected a whole number >= 0 or a list or null"),
+        ("freeze=[true]", "expected a whole number >= 0 or a list or null"),
+        ("freeze=[23.cv2]", "expected a whole number >= 0 or a list or null"),
     ],
 )
 def test_a_wrong_argument_is_named_with_the_remedy(argument: str, words: str) -> None:

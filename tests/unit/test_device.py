@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from yolo_ray.augment.device import augment, compose, hsv
+from yolo_ray.augment.device import Scene, augment, compose, hsv
 from yolo_ray.data.batch import Batch
-from yolo_ray.data.geometry import build_affine, lay_out
+from yolo_ray.data.geometry import build_affine, lay_out, resize_output
 
 SIDE = 32
 
@@ -69,7 +68,7 @@ def test_compose_equals_paste_then_warp():
         [170, 0.3, 2, 3, 0.9, 0.1],
     ]
     scene = make_scene(motion, [True, True, False, False], flips=True)
-    found = compose(*scene).numpy()
+    found = compose(Scene(*scene), SIDE).numpy()
     assert found.dtype == np.float32 and (found == np.round(found)).all()
     for row in range(len(motion)):
         wanted = warp(paste(scene, row), scene[-1][row].numpy().astype(np.float64))
@@ -81,29 +80,51 @@ def test_compose_equals_paste_then_warp():
 def test_whole_moves_and_flips_are_exact():
     still = [[0, 1.0, 0, 0, 0.5, 0.5]]
     scene = make_scene(still, [False])
-    found = compose(*scene)
+    found = compose(Scene(*scene), SIDE)
     board = paste(scene, 0)[1:-1, 1:-1].transpose(2, 0, 1)
     np.testing.assert_array_equal(found[0].numpy(), board)
-    turned = compose(*make_scene(still, [False], flips=True))
+    turned = compose(Scene(*make_scene(still, [False], flips=True)), SIDE)
     assert torch.equal(turned, found.flip(2, 3))
     quarter = make_scene([[90, 1.0, 0, 0, 0.5, 0.5]], [False])
     quarter[-1] = quarter[-1] + torch.tensor([[0.0, 0, -1], [0, 0, 0]])  # pixel centres, not edges
-    assert torch.equal(compose(*quarter), found.rot90(1, (2, 3)))
+    assert torch.equal(compose(Scene(*quarter), SIDE), found.rot90(1, (2, 3)))
+
+
+@pytest.mark.parametrize("side", [SIDE // 2, SIDE * 3 // 4, SIDE * 2])
+def test_another_side_is_the_same_image_resized(side):
+    """Against torch's bilinear resizing of the plain image, flips included, where edges are soft."""
+    motion = [[0, 1.0, 0, 0, 0.5, 0.5], [20, 1.3, 0, 0, 0.5, 0.5]]
+    scene = make_scene(motion, [False, False], flips=True)
+    photos = scene[0].float()
+    for _ in range(3):  # noise has no resized version: two samplings of it agree nowhere
+        photos = torch.nn.functional.avg_pool2d(photos, 5, 1, 2, count_include_pad=False)
+    scene[0] = photos.round().to(torch.uint8)
+    scene[3] = torch.full_like(scene[3], SIDE)  # photos without gray bars
+    scene[2] = torch.zeros_like(scene[2])
+    plain = compose(Scene(*scene), SIDE)
+    inverse, boxes = resize_output(scene[-1].double().numpy(), np.ones((1, 4), "f4"), SIDE, side)
+    found = compose(Scene(*scene[:-1], torch.from_numpy(inverse).float()), side)
+    wanted = torch.nn.functional.interpolate(plain, (side, side), mode="bilinear")
+    inside = slice(2, -2)  # at its edge ours sees what lies beyond, the plain image ends
+    apart = (found - wanted)[:, :, inside, inside].abs()
+    assert found.shape == (2, 3, side, side) and found.std() > 3
+    assert apart.max() <= 2 and apart.mean() <= 1
+    np.testing.assert_allclose(boxes, side / SIDE)
 
 
 def test_wild_matrices_give_gray():
     scene = make_scene([[0, 1.0, 0, 0, 0.5, 0.5]] * 2, [True, True])
     scene[-1] = torch.tensor([[[1e30, 0, 1e30], [0, 1, 0]], [[1, 0, -1e9], [0, 1, 1e9]]])
-    assert (compose(*scene) == 114).all()
+    assert (compose(Scene(*scene), SIDE) == 114).all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
     scene = make_scene([[7.0, 0.8, 1, 2, 0.5, 0.5]] * 3, [True, False, True])
     gains = torch.tensor([[0.01, 1.3, 0.8], [0, 1, 1], [-0.3, 0.5, 1.2]])
-    whole = hsv(compose(*scene), gains)
+    whole = hsv(compose(Scene(*scene), SIDE), gains)
     for row in range(3):
         alone = [scene[0], *(part[row : row + 1] for part in scene[1:])]
-        assert torch.equal(hsv(compose(*alone), gains[row : row + 1])[0], whole[row])
+        assert torch.equal(hsv(compose(Scene(*alone), SIDE), gains[row : row + 1])[0], whole[row])
 
 
 def test_known_colours():
@@ -124,6 +145,5 @@ def test_nothing_is_read_on_the_host():
     scene = make_scene([[0, 1.0, 0, 0, 0.5, 0.5]] * 2, [True, False])
     none = torch.zeros(16, dtype=torch.int64)
     tensors = [*scene, torch.ones(2, 3), torch.zeros(16, 4), none, none, none.bool()]
-    names = [field.name for field in dataclasses.fields(Batch)]
-    batch = Batch(**dict(zip(names, tensors, strict=True))).to("meta")
-    assert augment(batch).shape == (2, 3, SIDE, SIDE)
+    for side in (SIDE, SIDE // 2, SIDE * 3 // 2):
+        assert augment(Batch(*tensors, side).to("meta")).shape == (2, 3, side, side)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.geometry import build_affine, invert
 from yolo_ray.data.plan import Plan, PlanStep, bucket_of, slots_of
 from yolo_ray.data.records import Records
+from yolo_ray.data.sides import sides_of
+from yolo_ray.errors import UserError
 
 SIDE = 64
 STILL = AugmentConfig(
@@ -169,6 +172,58 @@ def test_draws_cover_their_ranges():
     assert np.mean(inverse[:, 0, 0] < 0) == pytest.approx(0.2, abs=0.05)
     scale = 1 / np.abs(inverse[:, 0, 0])
     assert 0.5 <= scale.min() < 0.55 and 1.45 < scale.max() <= 1.5
+
+
+def test_sides_are_few_multiples_of_the_stride_around_imgsz():
+    assert sides_of(640, 0, 32) == (640,)
+    assert sides_of(640, 0.5, 32) == (320, 480, 640, 800, 960)
+    assert sides_of(640, 0.05, 32) == (608, 640, 672)
+    assert sides_of(640, 0.1, 32) == (576, 608, 640, 672, 704)
+    assert sides_of(640, 0.5, 64) == (320, 448, 640, 832, 960)
+    assert sides_of(640, 0.5, 16) == sides_of(640, 0.5, 32)
+    assert sides_of(128, 1, 32) == (64, 128, 192, 256)
+    assert sides_of(32, 1, 32) == (32, 64)
+    with pytest.raises(UserError, match=r"multi_scale=0.04 .* multi_scale=0.05 or more"):
+        sides_of(640, 0.04, 32)
+
+
+def test_every_side_is_drawn_once_for_a_whole_batch_and_nothing_else_changes():
+    sides = (SIDE // 2, SIDE, SIDE * 2)
+    plain = make_plan(epochs=20)
+    plan = plain.with_sides(sides)
+    seen = []
+    for step in range(plan.total_steps):
+        fixed, varied = plain.at(step), plan.at(step)
+        ratio = varied.side / SIDE
+        seen.append(varied.side)
+        assert fixed.side == SIDE
+        names = {field.name for field in dataclasses.fields(PlanStep)} - {"side"}
+        for name in names - {"inverse", "boxes"} if ratio != 1 else names:
+            np.testing.assert_array_equal(getattr(varied, name), getattr(fixed, name), name)
+        np.testing.assert_allclose(varied.boxes, fixed.boxes * ratio, rtol=1e-6)
+        assert plan.capacity_at(step, 2) == plain.capacity_at(step, 2)
+        # The image's corners (pixel edges) show the same places of the canvas.
+        for corner in (0, 1):
+            there = np.array([*[corner * varied.side - 0.5] * 2, 1.0])
+            here = np.array([*[corner * SIDE - 0.5] * 2, 1.0])
+            np.testing.assert_allclose(varied.inverse @ there, fixed.inverse @ here, atol=1e-3)
+    shares = [seen.count(side) / len(seen) for side in sides]
+    assert all(0.15 < share < 0.55 for share in shares), shares
+    assert_same(plan.at(5), make_plan(epochs=20).with_sides(sides).at(5))
+
+
+# Of the plan at commit 73c25cf, before the first option that came later.
+OLD_STREAM = "6630bce627ab83e7"
+
+
+def test_new_options_leave_old_streams_alone():
+    digest = hashlib.sha256()
+    for step in (-3, 0, 7):
+        planned = make_plan().at(step)
+        for name in ("images", "seeds", "ages", "centre", "hsv"):  # exact on every machine
+            digest.update(getattr(planned, name).tobytes())
+        digest.update((planned.inverse[:, :, :2] < 0).tobytes())  # flips, the last of the old draws
+    assert digest.hexdigest()[:16] == OLD_STREAM
 
 
 def test_affine_inverse_and_singular_shear():

@@ -22,12 +22,15 @@ from yolo_ray.train.checkpoint import (
 )
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "MuSGD"])
+@pytest.mark.parametrize(
+    ("optimizer", "sides"),
+    [("SGD", ()), ("AdamW", ()), ("MuSGD", ()), ("SGD", (32, 64, 96))],
+)
 def test_resumed_run_is_bit_equal(
-    optimizer: str, tiny_dataset: Callable[..., Path], tmp_path: Path
+    optimizer: str, sides: tuple[int, ...], tiny_dataset: Callable[..., Path], tmp_path: Path
 ) -> None:
     records = load_records(tiny_dataset(train=20, size=64), "train", max_bad=0.0)
-    options = LocalOptions(batch=4, epochs=2, optimizer=optimizer)
+    options = LocalOptions(batch=4, epochs=2, optimizer=optimizer, sides=sides)
     whole = LocalRun(records, options)
     whole.train(0, 10)
 

@@ -1,12 +1,15 @@
 """Augmentation on the device: pure functions of tensors, fixed shapes, no host reads.
 
-b photos, S the image side, R photos a row in the ring, K = 2S the side of the largest canvas.
+b photos of a batch, S their side, S' that of the images made of them, R photos a row in the ring,
+K = 2S the side of the largest canvas.
 
 Every number that decides a pixel is either one correctly rounded operation or an exact integer, so
 the pixels are the same to the bit however the rows are spread over workers, threads or devices.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,22 +26,26 @@ ROUNDING_ERROR = 2.0**-14
 HUE_TURN = 180.0  # OpenCV's hue of one turn, for 8-bit images
 
 
+class Scene(NamedTuple):
+    """What n images are composed of."""
+
+    photos: Tensor  # uint8 [R*b,3,S,S], each with the resized photo at its top left
+    picks: Tensor  # int64 [n,4] row of ``photos`` in each quadrant
+    origins: Tensor  # [n,4,2] canvas xy of the photos' top-left corners, whole numbers
+    extents: Tensor  # [n,4,2] (w,h) of the photos in pixels
+    centre: Tensor  # [n,2] canvas xy where the quadrants meet
+    canvas: Tensor  # [n] side of each canvas
+    inverse: Tensor  # [n,2,3] output pixel -> canvas pixel
+
+
 def augment(batch: Batch) -> Tensor:
-    """The batch's images, composed and recoloured: float32 [b,3,S,S], whole numbers in 0..255."""
-    images = compose(
-        batch.photos,
-        batch.picks,
-        batch.origins,
-        batch.extents,
-        batch.centre,
-        batch.canvas,
-        batch.inverse,
-    )
-    return hsv(images, batch.hsv)
+    """The batch's images, composed and recoloured: float32 [b,3,S',S'], whole numbers in 0..255."""
+    scene = Scene(*(getattr(batch, name) for name in Scene._fields))
+    return hsv(compose(scene, batch.side), batch.hsv)
 
 
 def normalised(batch: Batch, dtype: torch.dtype, channels: int = 3) -> Tensor:
-    """The batch's images as the network wants them: [b,channels,S,S] in 0..1.
+    """The batch's images as the network wants them: [b,channels,S',S'] in 0..1.
 
     On a GPU one kernel does it all, with the same pixels, and the memory is channels last; there
     ``channels`` may be a larger power of two, and the rest is zero.
@@ -51,43 +58,26 @@ def normalised(batch: Batch, dtype: torch.dtype, channels: int = 3) -> Tensor:
     return (augment(batch) / 255).to(dtype)
 
 
-def compose(
-    photos: Tensor,
-    picks: Tensor,
-    origins: Tensor,
-    extents: Tensor,
-    centre: Tensor,
-    canvas: Tensor,
-    inverse: Tensor,
-) -> Tensor:
+def compose(scene: Scene, side: int) -> Tensor:
     """Mosaic (or letterbox), affine and flip by one bilinear gather; outside every photo is 114.
 
     An output pixel lies at ``inverse @ (x, y, 1)`` of the canvas (integer pixel coordinates, as
     cv2.warpAffine). Each of its 4 neighbours there belongs to one quadrant, whose photo it reads.
 
-    Args:
-        photos: uint8 [R*b,3,S,S], each with the resized photo at its top left.
-        picks: int64 [b,4] row of ``photos`` in each quadrant.
-        origins: [b,4,2] canvas xy of the photos' top-left corners, whole numbers.
-        extents: [b,4,2] (w,h) of the photos in pixels.
-        centre: [b,2] canvas xy where the quadrants meet.
-        canvas: [b] side of each canvas.
-        inverse: [b,2,3] output pixel -> canvas pixel.
-
     Returns:
-        float32 [b,3,S,S], whole numbers in 0..255.
+        float32 [n,3,S',S'] with S' = ``side``, whole numbers in 0..255.
     """
-    rows, side = len(picks), photos.shape[-1]
-    columns, lines = _offset_tables(photos, picks, origins, extents, centre, canvas)
+    photos, rows = scene.photos, len(scene.picks)
+    columns, lines = _offset_tables(scene)
     images = torch.empty((rows, 3, side, side), device=photos.device)
-    flat = photos.reshape(-1)
+    flat, last = photos.reshape(-1), 2 * photos.shape[-1] + 1
     length = columns.shape[-1]
-    starts = torch.arange(rows, device=picks.device, dtype=torch.int32) * (2 * length) + MARGIN
+    starts = torch.arange(rows, device=photos.device, dtype=torch.int32) * (2 * length) + MARGIN
     for part in _parts(rows, photos.device):
-        x, weight_x = _neighbours(inverse[part, 0], side)
-        y, weight_y = _neighbours(inverse[part, 1], side)
+        x, weight_x = _neighbours(scene.inverse[part, 0], side, last)
+        y, weight_y = _neighbours(scene.inverse[part, 1], side, last)
         start = starts[part, None, None]
-        half_x, half_y = centre[part, None, None].to(torch.int32).unbind(-1)
+        half_x, half_y = scene.centre[part, None, None].to(torch.int32).unbind(-1)
         by_side = [start + (x_i >= half_x) * length for x_i in x]
         by_half = [start + (y_j >= half_y) * length for y_j in y]
         covered = torch.zeros_like(weight_x[0])
@@ -96,7 +86,7 @@ def compose(
             offset = _look_up(columns, by_half[j] + x[i]) + _look_up(lines, by_side[i] + y[j])
             weight = weight_x[i] * weight_y[j] * (offset >= 0)
             covered += weight
-            _add_photo(planes, flat, offset.clamp_(min=0), weight)
+            _add_photo(planes, flat, offset.clamp_(min=0), weight, photos.shape[-1] ** 2)
         planes += ((SUBPIXELS**2 - covered) * GRAY)[:, None]
         planes.div_(SUBPIXELS**2).round_()
     return images
@@ -125,29 +115,28 @@ def _parts(rows: int, device: torch.device) -> list[slice]:
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def _neighbours(inverse: Tensor, side: int) -> tuple[list[Tensor], list[Tensor]]:
+def _neighbours(inverse: Tensor, side: int, last: int) -> tuple[list[Tensor], list[Tensor]]:
     """The two canvas positions on one axis around every output pixel, and their weights.
 
     Args:
         inverse: [n,3] this axis' line of the output -> canvas matrix.
-        side: S.
+        side: S'.
+        last: positions beyond it read the same as it does.
 
     Returns:
-        two int32 [n,S,S] positions and two float32 [n,S,S] whole weights that add up to SUBPIXELS.
+        two int32 [n,S',S'] positions and two float32 [n,S',S'] whole weights that add up to SUBPIXELS.
     """
     pixel = torch.arange(side, device=inverse.device, dtype=torch.float32)
     along_x, along_y, shift = (c[:, None] for c in inverse.unbind(1))
     place = (along_x * pixel)[:, None, :] + (along_y * pixel + shift)[:, :, None]
-    place = place.mul_(SUBPIXELS).clamp_(-MARGIN * SUBPIXELS, (2 * side + 1) * SUBPIXELS).round_()
+    place = place.mul_(SUBPIXELS).clamp_(-MARGIN * SUBPIXELS, last * SUBPIXELS).round_()
     low = (place / SUBPIXELS).floor_()
     after = place - low * SUBPIXELS
     low = low.to(torch.int32)
     return [low, low + 1], [SUBPIXELS - after, after]
 
 
-def _offset_tables(
-    photos: Tensor, picks: Tensor, origins: Tensor, extents: Tensor, centre: Tensor, canvas: Tensor
-) -> tuple[Tensor, Tensor]:
+def _offset_tables(scene: Scene) -> tuple[Tensor, Tensor]:
     """Offsets into the flat ring by canvas column and by line; far below zero outside the photo.
 
     Canvas pixel (x, y) is ``columns[b, is_below, x] + lines[b, is_right, y]``: which photo a column
@@ -156,6 +145,7 @@ def _offset_tables(
     Returns:
         columns and lines, integers [b,2,2S+5], for positions -MARGIN ... 2S + MARGIN.
     """
+    photos, picks, origins, extents, centre, canvas, _ = scene
     side = photos.shape[-1]
     # Two OUTSIDE must fit the type, and one must outweigh every offset.
     small = photos.numel() < 2**30
@@ -188,9 +178,11 @@ def _look_up(table: Tensor, index: Tensor) -> Tensor:
     return table.reshape(-1).index_select(0, index.reshape(-1)).view(index.shape)
 
 
-def _add_photo(planes: Tensor, flat: Tensor, offset: Tensor, weight: Tensor) -> None:
-    """Add the weighted pixels at ``offset`` [n,S,S] (of the first channel) to planes [n,3,S,S]."""
-    area = planes.shape[-1] * planes.shape[-2]
+def _add_photo(planes: Tensor, flat: Tensor, offset: Tensor, weight: Tensor, area: int) -> None:
+    """Add the weighted pixels at ``offset`` [n,S',S'] (of the first channel) to planes [n,3,S',S'].
+
+    ``area`` is that of a photo's channel, S * S.
+    """
     for channel in range(3):
         pixels = _look_up(flat[channel * area :], offset)
         planes[:, channel].addcmul_(weight, pixels.to(torch.float32))

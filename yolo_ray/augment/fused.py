@@ -1,6 +1,6 @@
 """``device.augment`` in one Triton kernel, pixel for pixel the same; needs a GPU.
 
-Legend: b photos, S the image side, R photos a row in the ring.
+Legend: b photos, S their side, S' that of the images, R photos a row in the ring.
 Every operation is the one that device.py does, rounded the same way: division is IEEE division, and
 the compiler may not fuse a product and a sum.
 """
@@ -24,11 +24,11 @@ ROUNDER = tl.constexpr(12582912.0)
 
 
 def fused_images(batch: Batch, dtype: torch.dtype, channels: int) -> Tensor:
-    """The augmented images in 0..1, [b,channels,S,S] of ``dtype``, channels last in memory.
+    """The augmented images in 0..1, [b,channels,S',S'] of ``dtype``, channels last in memory.
 
     ``channels`` is 3, or a larger power of two: the rest is zero.
     """
-    side, rows = batch.photos.shape[-1], len(batch.picks)
+    side, rows = batch.side, len(batch.picks)
     images = torch.empty((rows, side, side, channels), dtype=dtype, device=batch.photos.device)
     _images_kernel[(triton.cdiv(side * side, BLOCK), rows)](
         images,
@@ -40,6 +40,7 @@ def fused_images(batch: Batch, dtype: torch.dtype, channels: int) -> Tensor:
         batch.canvas,
         batch.inverse,
         batch.hsv,
+        PHOTO=batch.photos.shape[-1],
         SIDE=side,
         CHANNELS=channels,
         BLOCK=BLOCK,
@@ -54,10 +55,10 @@ def _rounded(value):
 
 
 @triton.jit
-def _positions(line, x, y, SIDE: tl.constexpr):
+def _positions(line, x, y, PHOTO: tl.constexpr):
     """Lower neighbour on one canvas axis (whole float32) and the 256ths beyond it."""
     place = tl.load(line) * x + (tl.load(line + 1) * y + tl.load(line + 2))
-    place = tl.minimum(tl.maximum(place * 256.0, -512.0), (2 * SIDE + 1) * 256.0)
+    place = tl.minimum(tl.maximum(place * 256.0, -512.0), (2 * PHOTO + 1) * 256.0)
     place = _rounded(place)
     low = tl.floor(place * 0.00390625)
     return low, place - low * 256.0
@@ -65,7 +66,7 @@ def _positions(line, x, y, SIDE: tl.constexpr):
 
 @triton.jit
 def _neighbour(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
-    row, x, y, picks, origins, extents, centre, canvas, SIDE: tl.constexpr
+    row, x, y, picks, origins, extents, centre, canvas, PHOTO: tl.constexpr
 ):
     """Offset of a canvas position in the ring's first channel, and whether a photo lies there."""
     right = x >= tl.load(centre + row * 2)
@@ -77,8 +78,8 @@ def _neighbour(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
     there = (x >= 0) & (x < size) & (y >= 0) & (y < size) & (column >= 0) & (line >= 0)
     there &= column < tl.load(extents + quadrant * 2)
     there &= line < tl.load(extents + quadrant * 2 + 1)
-    photo = tl.load(picks + quadrant).to(tl.int64) * (3 * SIDE * SIDE)
-    return photo + line.to(tl.int32) * SIDE + column.to(tl.int32), there
+    photo = tl.load(picks + quadrant).to(tl.int64) * (3 * PHOTO * PHOTO)
+    return photo + line.to(tl.int32) * PHOTO + column.to(tl.int32), there
 
 
 @triton.jit
@@ -133,6 +134,7 @@ def _images_kernel(  # noqa: PLR0913 (as above)
     canvas,
     inverse,
     hsv,
+    PHOTO: tl.constexpr,
     SIDE: tl.constexpr,
     CHANNELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -141,8 +143,8 @@ def _images_kernel(  # noqa: PLR0913 (as above)
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pixel < SIDE * SIDE
     x, y = (pixel % SIDE).to(tl.float32), (pixel // SIDE).to(tl.float32)
-    low_x, after_x = _positions(inverse + row * 6, x, y, SIDE)
-    low_y, after_y = _positions(inverse + row * 6 + 3, x, y, SIDE)
+    low_x, after_x = _positions(inverse + row * 6, x, y, PHOTO)
+    low_y, after_y = _positions(inverse + row * 6 + 3, x, y, PHOTO)
     covered = tl.zeros((BLOCK,), tl.float32)
     red = tl.zeros((BLOCK,), tl.float32)
     green = tl.zeros((BLOCK,), tl.float32)
@@ -151,7 +153,7 @@ def _images_kernel(  # noqa: PLR0913 (as above)
         # Branches on the corner are taken when the kernel is compiled.
         offset, there = _neighbour(
             row, low_x + corner % 2, low_y + corner // 2,
-            picks, origins, extents, centre, canvas, SIDE,
+            picks, origins, extents, centre, canvas, PHOTO,
         )  # fmt: skip
         weight_x = after_x if corner % 2 == 1 else 256.0 - after_x
         weight_y = after_y if corner // 2 == 1 else 256.0 - after_y
@@ -159,8 +161,8 @@ def _images_kernel(  # noqa: PLR0913 (as above)
         there &= inside & (weight > 0)
         covered += weight
         red += weight * tl.load(photos + offset, there, 0).to(tl.float32)
-        green += weight * tl.load(photos + offset + SIDE * SIDE, there, 0).to(tl.float32)
-        blue += weight * tl.load(photos + offset + 2 * SIDE * SIDE, there, 0).to(tl.float32)
+        green += weight * tl.load(photos + offset + PHOTO * PHOTO, there, 0).to(tl.float32)
+        blue += weight * tl.load(photos + offset + 2 * PHOTO * PHOTO, there, 0).to(tl.float32)
     gray = (65536.0 - covered) * 114.0
     red = _rounded((red + gray) * 0.0000152587890625)
     green = _rounded((green + gray) * 0.0000152587890625)

@@ -36,8 +36,10 @@ from yolo_ray.config.load import RUN_CONFIG, dump
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records, load_records
+from yolo_ray.data.sides import sides_of
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, build_detector, load_detector
+from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.step.schedule import ResolvedOptim, resolve_optim
 from yolo_ray.train.checkpoint import check_resumable, disk_explained, load_newest
 from yolo_ray.train.events import EventLog
@@ -79,11 +81,13 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     detector = build_detector(
         config.model, train_records.names, imgsz=config.imgsz, seed=config.seed
     )
+    freeze_layers(detector, config.freeze)
+    sides = sides_of(config.imgsz, config.augment.multi_scale, max(detector.strides))
     plan = Plan(
         train_records, seed=config.seed, epochs=config.epochs, batch=config.batch,
         imgsz=config.imgsz, augment=config.augment,
         moves_boxes=build_transform(config.augment.albumentations).moves_boxes,
-    )  # fmt: skip
+    ).with_sides(sides)  # fmt: skip
     if config.resume:
         _check_resume(config, plan, detector)
     check_writable(Path(config.resume or config.project))

@@ -28,6 +28,7 @@ from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, build_detector, load_detector
+from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.step.build import build_step, step_options
 from yolo_ray.step.graph import GraphedStep
 from yolo_ray.step.precision import resolve_precision, set_kernels
@@ -164,6 +165,7 @@ def _train(job: Job, here: Here) -> bool:
     detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
         here.device
     )
+    freeze_layers(detector, config.freeze)
     detector.train()
     step = _build_step(job, detector, here, events, plan.total_steps)
     progress = _restore(job, step, events)

@@ -26,6 +26,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(min_length=1)]
+Layer = Annotated[int, Field(ge=0, strict=True)]  # strict: [true] is no layer
 AUTO_BATCH = 0  # what ``batch=auto`` is until a GPU was measured
 
 
@@ -129,6 +130,10 @@ class AugmentConfig(Section):
     mosaic: Fraction = Field(default=1.0, description="probability that four photos are joined")
     close_mosaic: Annotated[int, Field(ge=0)] = Field(
         default=10, description="last epochs without mosaic"
+    )
+    multi_scale: Fraction = Field(
+        default=0.0,
+        description="image side of each step in imgsz * (1 +- multi_scale), 5 sides at most",
     )
     albumentations: bool | tuple[dict[str, Any], ...] = Field(
         default=True,
@@ -239,6 +244,10 @@ class TrainConfig(Section):
     precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = Field(
         default="auto",
         description="of products and activations, weights are float32; auto: bf16 or fp16 on GPUs",
+    )
+    freeze: Layer | tuple[Layer, ...] | None = Field(
+        default=None,
+        description="layers that are not trained: the first so many, or a list of indices such as [0, 1, 5]",
     )
     patience: Annotated[int, Field(ge=0)] = Field(
         default=100, description="epochs without gain; 0: never stop"

@@ -21,7 +21,7 @@ GRAY = 114
 
 @dataclass
 class Batch:
-    """Tensors of ONE worker's b rows; shapes depend on b, S and G alone."""
+    """Tensors of ONE worker's b rows; shapes depend on b, S and G alone; images on b and S'."""
 
     photos: Tensor  # uint8 [R*b,3,S,S] the ring itself
     picks: Tensor  # int64 [b,4] rows of the ring
@@ -35,11 +35,16 @@ class Batch:
     classes: Tensor  # int64 [G]
     image_index: Tensor  # int64 [G] row of each box
     valid: Tensor  # bool [G]
+    side: int  # S' of the images in px; S, that of the photos, without multi_scale
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same batch on ``device``; what is there already is not copied."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Batch(**{k: v.to(device, non_blocking=non_blocking) for k, v in tensors.items()})
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        moved = {k: v.to(device, non_blocking=non_blocking) for k, v in tensors.items()}
+        return Batch(**moved, side=self.side)
+
+
+TENSORS = tuple(field.name for field in fields(Batch) if field.name != "side")
 
 
 def micro_batches(batch: Batch, rows: int | None) -> Iterator[Batch]:
@@ -120,9 +125,10 @@ class PhotoRing:
         truth = _pad_boxes(plan_step, slots, capacity)
         tensors = {name: torch.from_numpy(value) for name, value in (per_row | truth).items()}
         if self._lane is None:
-            return Batch(self.photos, **tensors)
+            return Batch(self.photos, **tensors, side=plan_step.side)
         self._lane.join(plan_step.step)
-        return Batch(self.photos, **_sent_at_once(tensors, self.photos.device))
+        sent = _sent_at_once(tensors, self.photos.device)
+        return Batch(self.photos, **sent, side=plan_step.side)
 
     def _check(self, step: int, ages: np.ndarray) -> None:
         for age in np.unique(ages).tolist():

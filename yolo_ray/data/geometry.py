@@ -116,6 +116,23 @@ def fold_flips(inverse_B23: np.ndarray, flips_B2: np.ndarray, imgsz: int) -> np.
     return folded_B23
 
 
+def resize_output(
+    inverse_B23: np.ndarray, boxes_n4: np.ndarray, imgsz: int, side: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The same output ``side`` px instead of ``imgsz`` px wide: its inverse map and its boxes.
+
+    Pixel x' of the other size shows what lies at (x' + 0.5) * imgsz / side - 0.5 of this one: bilinear
+    resizing whose edges meet. Nothing is smoothed when it shrinks, as in Ultralytics.
+    """
+    if side == imgsz:
+        return inverse_B23, boxes_n4
+    step = imgsz / side
+    resized_B23 = inverse_B23.copy()
+    resized_B23[:, :, 2] += inverse_B23[:, :, :2].sum(axis=2) * (step / 2 - 0.5)
+    resized_B23[:, :, :2] *= step
+    return resized_B23, boxes_n4 * np.float32(side / imgsz)
+
+
 def transform_boxes(
     fractions_n4: np.ndarray, rows_n: np.ndarray, layout: Layout, affine: Affine, imgsz: int
 ) -> tuple[np.ndarray, np.ndarray]:

@@ -5,13 +5,14 @@ B photos of a global batch, N photos of the split, S the image side, W the mosai
 The random numbers of a step come from one counter-based generator keyed by (seed, step) and are
 drawn as arrays over the whole global batch, in this order: seeds of albumentations, mosaic coin,
 mosaic partners, mosaic centre, affine (angle, scale, shear x, shear y, translate x, translate y),
-HSV, flips (up-down, left-right). Nothing depends on the worker count. A new option draws AFTER
-these, so that old streams stay.
+HSV, flips (up-down, left-right), output side. Nothing depends on the worker count. A new option
+draws AFTER these, so that old streams stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from yolo_ray.data.geometry import (
     Layout,
     build_affine,
     lay_out,
+    resize_output,
     resized_extents,
     transform_boxes,
 )
@@ -57,6 +59,7 @@ class PlanStep:
     boxes: np.ndarray  # [n,4] float32 xyxy px of the output, clipped and filtered
     classes: np.ndarray  # [n] int64
     slots: np.ndarray  # [n] int64 slot of each box, ascending
+    side: int  # S' of the output in px, the same for all photos; S without multi_scale
     moved: bool = False  # boxes of albumentations replaced recorded ones
 
 
@@ -70,6 +73,7 @@ class _Draws:
     motion_B6: np.ndarray
     hsv_B3: np.ndarray
     flips_B2: np.ndarray  # (up-down, left-right)
+    side: float
 
 
 class Plan:
@@ -112,12 +116,19 @@ class Plan:
         self._epochs = epochs
         self.batch = batch
         self.imgsz = imgsz
+        self.sides: tuple[int, ...] = (imgsz,)
         self._augment = augment
         self._moves_boxes = moves_boxes
         self.steps_per_epoch = -(-len(records) // batch)
         self.total_steps = self.steps_per_epoch * epochs
         self._orders: dict[int, np.ndarray] = {}
         self._latest: PlanStep | None = None  # capacity_at and at are asked in turn
+
+    def with_sides(self, sides: Sequence[int]) -> Plan:
+        """The same plan, each step's output as large as one of ``sides`` (px), all equally likely."""
+        plan = copy.copy(self)
+        plan.sides, plan._latest = tuple(sides), None
+        return plan
 
     def images_at(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Record indices [B], fill [B] and albumentations seeds [B] of the batch's own photos."""
@@ -165,6 +176,9 @@ class Plan:
         layout, affine = self._compose(sources_B4, mosaic_B, draws)
         fractions, classes, rows = self._source_boxes(step, sources_B4, ages_B4, mosaic_B, kept)
         boxes, survivors = transform_boxes(fractions, rows, layout, affine, self.imgsz)
+        # Boxes were judged at imgsz, as Ultralytics does, and are only then resized with the image.
+        side = self.sides[int(draws.side * len(self.sides))]
+        inverse_B23, boxes = resize_output(affine.inverse, boxes, self.imgsz, side)
         return PlanStep(
             step=step,
             epoch=epoch,
@@ -176,11 +190,12 @@ class Plan:
             extents=layout.extents.astype(np.float32),
             centre=layout.centre.astype(np.float32),
             canvas=layout.canvas.astype(np.float32),
-            inverse=affine.inverse.astype(np.float32),
+            inverse=inverse_B23.astype(np.float32),
             hsv=self._hsv(draws),
             boxes=boxes,
             classes=classes[survivors].astype(np.int64),
             slots=rows[survivors] >> 2,
+            side=side,
             moved=bool(kept),
         )
 
@@ -301,6 +316,7 @@ def _draw(generator: np.random.Generator, batch: int) -> _Draws:
         motion_B6=generator.random((batch, 6)),
         hsv_B3=generator.random((batch, 3)),
         flips_B2=generator.random((batch, 2)),
+        side=generator.random(),
     )
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from yolo_ray.errors import UserError
 from yolo_ray.model.boxes import HeadOutput
-from yolo_ray.model.norm import desynchronise
+from yolo_ray.model.norm import desynchronise, freeze_statistics
 
 if TYPE_CHECKING:
     from ultralytics.nn.tasks import DetectionModel
@@ -77,13 +77,16 @@ class Detector(nn.Module):
         self.strides: tuple[int, ...] = tuple(int(stride) for stride in head.stride.tolist())
         self.dual: bool = getattr(head, "one2one_cv2", None) is not None
         self.loaded = loaded
+        self.frozen_layers: tuple[int, ...] = ()  # set by freeze_layers
         self.trained_imgsz: int | None = None  # what the weights file says, if there is one
         for name, parameter in self.named_parameters():
             parameter.requires_grad_(".dfl." not in name)
 
     def train(self, mode: bool = True) -> Detector:
-        """Set the mode of every layer; the head always gives its raw training outputs."""
+        """Set the mode of every layer but frozen batch norms; the head always gives its raw training outputs."""
         super().train(mode)
+        for index in self.frozen_layers:
+            freeze_statistics(self.model[index])
         _head_of(self.net).training = True
         return self
 
@@ -108,7 +111,7 @@ class Detector(nn.Module):
         return {name for name, _ in self.named_parameters() if ".one2one_" in name}
 
     def frozen_parameters(self) -> set[str]:
-        """Names of the parameters that are never trained: the fixed bins of the DFL layer."""
+        """Names of the parameters that are never trained: the fixed bins of the DFL layer, and frozen layers."""
         return {name for name, parameter in self.named_parameters() if not parameter.requires_grad}
 
 

@@ -128,7 +128,8 @@ class FlatModel:
         self.num_views_trained = len(self.views)
         sources += self.parameters
         for name, tensor in _rest(detector.net):
-            self.views.append(View(name, cursor, tensor.shape))
+            is_filter = channels_last and tensor.ndim == 4  # of a frozen layer
+            self.views.append(View(name, cursor, tensor.shape, is_filter))
             sources.append(tensor)
             cursor += -(-tensor.numel() // ALIGN) * ALIGN
         device = sources[0].device

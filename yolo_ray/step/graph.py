@@ -1,8 +1,8 @@
 """The whole training step as one CUDA graph: the eager step captured once, then replayed.
 
-One graph for each (box capacity, update or accumulate), captured when it is first needed, all in one memory pool.
-What a step reads lies in tensors that never move: the flat buffers, the controls, the photo ring, and the static
-batch that every batch is copied into.
+One graph for each (image side, box capacity, update or accumulate), captured when it is first needed, all in one
+memory pool. What a step reads lies in tensors that never move: the flat buffers, the controls, the photo ring, and the
+static batch that every batch is copied into.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from yolo_ray.data.batch import Batch
+from yolo_ray.data.batch import TENSORS, Batch
 from yolo_ray.errors import UserError
 from yolo_ray.step.flat import FlatModel
 from yolo_ray.step.memory import measure_memory, memory_limit
@@ -29,8 +29,8 @@ from yolo_ray.step.train_step import StepOptions, TrainStep
 # cuDNN and Triton choose and compile kernels in these; none may do so in a capture. The last is timed.
 WARM_UP_STEPS = 3
 TIMED_REPLAYS = 2
-SMALL = tuple(field.name for field in fields(Batch) if field.name != "photos")
-Key = tuple[int, bool]  # box capacity, update
+SMALL = tuple(name for name in TENSORS if name != "photos")
+Key = tuple[int, int, bool]  # image side, box capacity, update
 
 
 @dataclass
@@ -105,7 +105,7 @@ class GraphedStep:
                 )
             self.reason = "there is no GPU"
         self._graphs: dict[Key, _Captured] = {}
-        self._inputs: dict[int, Batch] = {}
+        self._inputs: dict[tuple[int, int], Batch] = {}  # by image side and capacity
         self._stream = torch.cuda.Stream() if not self.reason else None
         self._pool = torch.cuda.graph_pool_handle() if not self.reason else None
 
@@ -118,7 +118,7 @@ class GraphedStep:
         if self.reason:
             self.step(batch, update=update)
             return
-        key = (len(batch.boxes), update)
+        key = (batch.side, len(batch.boxes), update)
         if key not in self._graphs and not self._try_capture(key, batch):
             self.step(batch, update=update)
             return
@@ -142,8 +142,8 @@ class GraphedStep:
         inputs = self._static(key, batch)
         is_full, eager_ms = False, 0.0
         try:
-            eager_ms = self._warm_up(inputs, update=key[1])
-            graph = self._capture(inputs, update=key[1])
+            eager_ms = self._warm_up(inputs, update=key[2])
+            graph = self._capture(inputs, update=key[2])
         except torch.OutOfMemoryError:
             is_full = True  # the error itself would keep the step's tensors alive
         except _Refused as error:
@@ -176,13 +176,13 @@ class GraphedStep:
         self.warn(f"{self.reason}; steps run without a graph, which is slower")
 
     def _static(self, key: Key, batch: Batch) -> Batch:
-        """The inputs that all graphs of a capacity read, holding ``batch``."""
-        capacity = key[0]
-        if capacity not in self._inputs:
+        """The inputs that all graphs of a side and capacity read, holding ``batch``."""
+        shape = key[:2]
+        if shape not in self._inputs:
             small = {name: getattr(batch, name).clone() for name in SMALL}
-            self._inputs[capacity] = Batch(photos=batch.photos, **small)
-        _load(self._inputs[capacity], batch)
-        return self._inputs[capacity]
+            self._inputs[shape] = Batch(photos=batch.photos, side=batch.side, **small)
+        _load(self._inputs[shape], batch)
+        return self._inputs[shape]
 
     def _warm_up(self, inputs: Batch, *, update: bool) -> float:
         """Eager steps on the capturing stream; milliseconds of the last. What they raise is the step's own fault."""

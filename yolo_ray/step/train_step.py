@@ -120,7 +120,7 @@ class TrainStep:
             batch.classes,
             batch.image_index,
             batch.valid,
-            imgsz=self.options.imgsz,
+            imgsz=batch.side,
         )
         weighted = (sums.items * self.gains).sum(1) * self.head_gains * self.options.batch
         gradients = torch.autograd.grad(

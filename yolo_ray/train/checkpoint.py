@@ -170,9 +170,11 @@ def check_resumable(
         raise UserError(
             "the photos or labels have changed since the checkpoint was written: start a new run, or put the data back"
         )
-    now = {"batch": config.batch, "seed": config.seed, "optimizer": optimizer}
+    now = {"batch": config.batch, "seed": config.seed, "freeze": config.flat()["freeze"]}
+    now |= {"optimizer": optimizer}
     then = {
         **{name: state["config"][name] for name in ("batch", "seed")},
+        "freeze": state["config"].get("freeze"),  # there were checkpoints before this option
         "optimizer": state["optimizer"]["name"],
     }
     for name, value in now.items():

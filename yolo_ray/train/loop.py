@@ -361,5 +361,6 @@ def average_buffers(run: Run) -> None:
     if run.workers > 1 and not run.config.cluster.sync_bn:
         for flat in (run.step.flat.state, run.step.flat.ema):
             buffers = flat[run.step.flat.num_trained :]
-            run.reduce(buffers)
-            buffers /= run.workers
+            total = buffers.double()  # the mean of equal numbers is that number: frozen ones stay
+            run.reduce(total)
+            buffers.copy_(total / run.workers)
