@@ -1,11 +1,14 @@
 """From head outputs to detections: decoding, NMS, and the NMS-free choice of YOLOv10 and YOLO26.
 
-Letters: b images, A anchors, C classes, S the square image side, k detections of one image.
+Letters: b images, A anchors, C classes, S the square image side, k detections of one image, N candidates of
+all images. A whole batch goes through a few kernels, and the host waits twice: for the number of candidates and
+for the detections.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +17,16 @@ from torchvision.ops import batched_nms
 from yolo_ray.model.boxes import HeadOutput, decode_boxes, make_anchors
 
 MAX_CANDIDATES = 30000
+Kept = tuple[Tensor, Tensor]  # places int64 [b,max_det] in N, and how many int64 [b] of them count
+
+
+class Candidates(NamedTuple):
+    """Image by image, each by descending score, ties by anchor and class."""
+
+    boxes: Tensor  # float32 [N,4] xyxy px, finite
+    scores: Tensor  # float32 [N]
+    classes: Tensor  # int64 [N]
+    counts: Tensor  # int64 [b], of each image
 
 
 def decode(
@@ -41,18 +54,12 @@ def detect_nms(
     more than ``iou`` go, and the best ``max_det`` remain. Boxes that are not finite and NaN
     scores are no candidates.
 
-    Returns one float32 [k,6] an image: xyxy px, score, class; descending score, ties by anchor
-    and class.
+    Returns one float32 [k,6] an image, on the host: xyxy px, score, class; descending score, ties
+    by anchor and class.
     """
-    detections = []
-    for boxes_A4, scores_AC in zip(boxes_bA4.float(), scores_bAC.float(), strict=True):
-        boxes, scores, classes = _candidates(boxes_A4, scores_AC, conf)
-        best = scores.argsort(descending=True, stable=True)[:max_candidates]
-        boxes, scores, classes = boxes[best], scores[best], classes[best]
-        # batched_nms may return equal scores in any order; candidates are sorted, so sort places
-        kept = batched_nms(boxes, scores, classes, iou).sort().values[:max_det]
-        detections.append(_rows(boxes[kept], scores[kept], classes[kept]))
-    return detections
+    found = _candidates(boxes_bA4.float(), scores_bAC.float(), conf)
+    suppress = _SUPPRESS[found.boxes.device.type]
+    return _rows(found, suppress(found, found.counts.clamp(max=max_candidates), iou, max_det))
 
 
 def detect_one_to_one(
@@ -63,20 +70,68 @@ def detect_one_to_one(
     For heads trained one-to-one (YOLOv10, Wang et al. 2024), which give one box an object.
     Returns float32 [k,6] an image as ``detect_nms`` does.
     """
-    detections = []
-    for boxes_A4, scores_AC in zip(boxes_bA4.float(), scores_bAC.float(), strict=True):
-        boxes, scores, classes = _candidates(boxes_A4, scores_AC, conf)
-        best = scores.argsort(descending=True, stable=True)[:max_det]
-        detections.append(_rows(boxes[best], scores[best], classes[best]))
-    return detections
+    found = _candidates(boxes_bA4.float(), scores_bAC.float(), conf)
+    first = torch.arange(max_det, device=found.boxes.device)
+    return _rows(found, (_starts(found)[:, None] + first, found.counts.clamp(max=max_det)))
 
 
-def _candidates(boxes_A4: Tensor, scores_AC: Tensor, conf: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Finite boxes [n,4], scores [n] and classes [n] of all pairs above ``conf``, by anchor."""
-    finite_A1 = boxes_A4.isfinite().all(dim=1, keepdim=True)
-    anchors, classes = torch.where((scores_AC > conf) & finite_A1)
-    return boxes_A4[anchors], scores_AC[anchors, classes], classes
+def _candidates(boxes_bA4: Tensor, scores_bAC: Tensor, conf: float) -> Candidates:
+    """All pairs above ``conf`` whose box is finite; waits for the device, which alone knows how many."""
+    finite_bA1 = boxes_bA4.isfinite().all(dim=2, keepdim=True)
+    images, anchors, classes = torch.where((scores_bAC > conf) & finite_bA1)
+    scores = scores_bAC[images, anchors, classes]
+    batch = torch.arange(len(boxes_bA4), device=images.device)
+    counts = torch.searchsorted(images, batch, right=True).diff(prepend=batch[:1])
+    order = scores.argsort(descending=True, stable=True)
+    if len(batch) > 1:
+        order = order[images[order].argsort(stable=True)]
+    boxes = boxes_bA4[images[order], anchors[order]]
+    return Candidates(boxes, scores[order], classes[order], counts)
 
 
-def _rows(boxes: Tensor, scores: Tensor, classes: Tensor) -> Tensor:
-    return torch.cat([boxes, scores[:, None], classes[:, None].float()], dim=1)
+def _starts(found: Candidates) -> Tensor:
+    """Where the candidates of each image begin, int64 [b]."""
+    return found.counts.cumsum(0) - found.counts
+
+
+def _suppress_each(found: Candidates, used_b: Tensor, iou: float, max_det: int) -> Kept:
+    """torchvision's suppression of the first ``used_b`` candidates of each image, one after the other."""
+    places = torch.zeros(len(used_b), max_det, dtype=torch.int64)
+    numbers = torch.zeros_like(used_b)
+    for image, (start, used) in enumerate(zip(_starts(found).tolist(), used_b.tolist(), strict=True)):
+        rows = slice(start, start + used)
+        kept = batched_nms(found.boxes[rows], found.scores[rows], found.classes[rows], iou)
+        # It may return equal scores in any order; candidates are sorted, so places are sorted.
+        kept = kept.sort().values[:max_det]
+        places[image, : len(kept)] = kept + start
+        numbers[image] = len(kept)
+    return places, numbers
+
+
+def _suppress_together(found: Candidates, used_b: Tensor, iou: float, max_det: int) -> Kept:
+    """The same for all images at once, without a word to the host.
+
+    torchvision would be called for each image, and shifts the boxes of each class apart in float32,
+    which rounds them; here they stay as they are.
+    """
+    from yolo_ray.model.suppress import suppress_together  # Triton: on a GPU only
+
+    counts = torch.stack((found.counts, used_b), 1)
+    return suppress_together(found.boxes, found.classes, counts, iou=iou, max_det=max_det)
+
+
+_SUPPRESS: dict[str, Callable[[Candidates, Tensor, float, int], Kept]] = {
+    "cpu": _suppress_each,
+    "cuda": _suppress_together,
+}
+
+
+def _rows(found: Candidates, kept: Kept) -> list[Tensor]:
+    """The kept candidates of each image on the host, float32 [k,6]; waits for the device once."""
+    places, numbers = kept
+    if not len(found.scores):
+        return [torch.zeros(0, 6) for _ in numbers]
+    places = places.clamp(max=len(found.scores) - 1)
+    columns = (found.boxes, found.scores[:, None], found.classes[:, None].float())
+    rows = torch.cat([column[places] for column in columns], dim=2).cpu()
+    return [image[:number].clone() for image, number in zip(rows, numbers.tolist(), strict=True)]
