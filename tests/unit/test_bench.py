@@ -98,8 +98,8 @@ def test_ratios_leave_failed_rows_alone() -> None:
     rows = [
         row(ULTRALYTICS, step_ms=60.0, start_s=2.0, peak_gib=2.4),
         row(ULTRALYTICS_COMPILE, failed="no compiler"),
-        row(EAGER, step_ms=50.0, start_s=3.0, peak_gib=2.0),
-        row(GRAPH, step_ms=10.0, start_s=5.0, peak_gib=2.1),
+        row(EAGER, step_ms=50.0, start_s=30.0, peak_gib=2.0),  # it compiled what the graph uses
+        row(GRAPH, step_ms=10.0, start_s=5.0, capture_s=2.0, peak_gib=2.1),
         row(GRAPH_COMPILE, step_ms=12.0, start_s=65.0, peak_gib=1.5),
     ]
     add_ratios(rows)

@@ -51,9 +51,9 @@ NOTES = (
     "ring. x Ultralytics compares with its eager step.",
     "FLOPs: three forward passes by torch.utils.flop_counter, a multiply-add is 2; peaks are NVIDIA's data sheets, "
     "dense. Bandwidth is a lower bound: convolutions and products touch their tensors once, the optimizer its own.",
-    "First step s is the first eager step of the process's state: kernels that an earlier row compiled are there "
-    "already, and so is torch's compile cache on disk. Paid back: extra start-up over the gain a step; graph against "
-    "eager, compile against the graph, Ultralytics compiled against eager.",
+    "First step s: kernels that an earlier row compiled are there already, and so is torch's compile cache on disk. "
+    "Paid back: a graph's warm-up and capture, against eager; the extra start-up of compile, against the same without; "
+    "over the gain a step.",
 )
 
 
