@@ -16,7 +16,7 @@ from yolo_ray.augment.device import augment
 from yolo_ray.augment.fused import fused_images
 from yolo_ray.data.batch import Batch
 from yolo_ray.model import assign, fused_assign, fused_layers, fused_loss, loss
-from yolo_ray.model.boxes import boxes_from_distances, expected_distances, make_anchors
+from yolo_ray.model.boxes import boxes_from_distances, make_anchors
 from yolo_ray.model.norm import desynchronise, fuse
 
 MOTION = [
@@ -103,26 +103,36 @@ def class_loss() -> None:
         close(grad, wanted)
 
 
+def make_truth() -> assign.Truth:
+    low = torch.rand(40, 2) * 100
+    corners = torch.cat((low, low + torch.rand(40, 2) * 60), 1)
+    index, live = torch.randint(0, 3, (40,)), torch.rand(40) < 0.8
+    return assign.Truth(corners, torch.randint(0, 5, (40,)), index, live)
+
+
 def box_terms() -> None:
-    raw, wanted = torch.randn(2, 64, 200, requires_grad=True), torch.rand(2, 4, 200) * 17 - 1
-    by_distance, by_dfl = torch.randn(2, 4, 200), torch.randn(2, 200)
-    inner = raw.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-    results = []
-    for compute, layout in (
-        (loss.TORCH_TERMS.distances_and_dfl, raw),
-        (fused_loss.distances_and_dfl, raw),
-        (fused_loss.distances_and_dfl, inner),
-    ):
-        distances, dfl = compute(layout, wanted, 16)
-        total = (distances * by_distance).sum() + (dfl * by_dfl).sum()
-        results.append([distances.detach(), dfl.detach(), *torch.autograd.grad(total, layout)])
-    for expected, *ours in zip(*results, strict=True):
-        for value in ours:
-            close(value, expected)
-    for layout in (raw, inner):
-        close(fused_loss.decoded_distances(layout, 16), results[0][0])
-    plain = torch.randn(2, 4, 200)
-    assert torch.equal(fused_loss.decoded_distances(plain, 1), expected_distances(plain, 1))
+    """Boxes, both sums and their gradient, with and without bins, in both layouts."""
+    setattr(fused_loss, "libdevice", NumpyMath)  # noqa: B010 (a type checker refuses it)
+    grid = make_anchors(128, (8, 16, 32))
+    truth, anchors = make_truth(), len(grid[0])
+    row = torch.randint(0, 40, (3, anchors))
+    weight = torch.rand(3, anchors) * (torch.rand(3, anchors) < 0.1)
+    weight[1] = 0
+    for reg_max in (16, 1):
+        raw = (torch.randn(3, 4 * reg_max, anchors) + 1).requires_grad_()
+        inner = raw.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        assigned = assign.Assignment(row, weight)
+        results = []
+        for terms, layout in ((loss.TORCH_TERMS, raw), (FUSED, raw), (FUSED, inner)):
+            sums = terms.boxes(layout, assigned, truth.boxes, (grid, reg_max, 128))
+            grad = torch.autograd.grad((sums * torch.tensor([7.5, 1.5])).sum(), layout)[0]
+            assert grad.stride() == layout.stride()
+            boxes = terms.decode(layout, grid, reg_max)
+            results.append([boxes, sums.detach(), grad])
+        for wanted, *ours in zip(*results, strict=True):
+            assert wanted.norm() > 0
+            for value in ours:
+                close(value, wanted)
 
 
 def layers() -> None:
@@ -161,28 +171,27 @@ class NumpyMath:
         return type(x)(handle, x.type)
 
 
-def claims() -> None:
+def assignment() -> None:
+    """Rows and weights, for both rules, also of predictions that are no boxes."""
     setattr(fused_assign, "libdevice", NumpyMath)  # noqa: B010 (a type checker refuses it)
     points, strides = make_anchors(128, (8, 16, 32))
-    scores = torch.randn(3, 5, len(points))
-    boxes = boxes_from_distances(torch.rand(3, 4, len(points)) * 4, points, strides)
-    low = torch.rand(40, 2) * 100
-    corners = torch.cat((low, low + torch.rand(40, 2) * 60), 1)
-    index, live = torch.randint(0, 3, (40,)), torch.rand(40) < 0.8
-    truth = assign.Truth(corners, torch.randint(0, 5, (40,)), index, live)
-    anchors = assign._Anchors(scores, boxes, points)
-    for small in (32, 1024):  # with the first some boxes take the kernel for large ones
-        setattr(fused_assign, "SMALL", small)  # noqa: B010 (a type checker refuses it)
-        row, claimed = assign._owners(anchors, truth, 10, 16, 1024)
-        ours = assign._owner_rows(*fused_assign.fused_claims(*anchors, truth, 10, 16), 40)
-        _, align = assign._alignment_of_owner(anchors, truth, row)
-        learns = claimed & (align > 0)
-        assert learns.sum() > 50
-        assert torch.equal(ours[1] & (align > 0), learns)
-        assert torch.equal(ours[0][learns], row[learns])
+    scores, truth = torch.randn(3, 5, len(points)), make_truth()
+    for distances in (torch.rand(3, 4, len(points)) * 4, torch.randn(3, 4, len(points)) * 2):
+        boxes = boxes_from_distances(distances, points, strides)
+        anchors = assign._Anchors(scores, boxes, points)
+        for rule in (assign.ONE_TO_MANY, assign.ONE_TO_ONE):
+            wanted = assign.assign(*anchors, truth, rule, min_side=16)
+            for small in (32, 1024):  # with the first some boxes take the kernel for large ones
+                setattr(fused_assign, "SMALL", small)  # noqa: B010 (as above)
+                row, weight = fused_assign.fused_assign(anchors, truth, rule.topk, rule.single, 16)
+                learns = wanted.weight > 0
+                assert learns.sum() > 20
+                close(weight, wanted.weight)
+                assert torch.equal(row[learns], wanted.row[learns])
 
 
-CHECKS = {f.__name__: f for f in (pixels, norm, class_loss, box_terms, layers, claims)}
+FUSED = loss._fused_terms()
+CHECKS = {f.__name__: f for f in (pixels, norm, class_loss, box_terms, layers, assignment)}
 
 if __name__ == "__main__":
     torch.manual_seed(0)

@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("part", ["pixels", "norm", "class_loss", "box_terms", "layers", "claims"])
+@pytest.mark.parametrize(
+    "part", ["pixels", "norm", "class_loss", "box_terms", "layers", "assignment"]
+)
 def test_kernels_equal_torch(part: str) -> None:
     """In a process of its own: the interpreter is chosen when the kernels are defined."""
     pytest.importorskip(

@@ -82,6 +82,10 @@ def assign(
     alignments, scaled for each box so that its best one equals its best overlap.
     """
     anchors = _Anchors(scores_BCA, boxes_BA4, points_A2)
+    if truth.boxes.is_cuda and truth.boxes.dtype == torch.float32:
+        from yolo_ray.model.fused_assign import fused_assign  # Triton comes with torch for GPUs
+
+        return Assignment(*fused_assign(anchors, truth, rule.topk, rule.single, min_side))
     row, claimed = _owners(anchors, truth, rule.topk, min_side, chunk)
     overlap, align = _alignment_of_owner(anchors, truth, row)
     rows = truth.boxes.shape[0]
@@ -105,12 +109,6 @@ def _owners(
     rows = truth.boxes.shape[0]
     assert rows > 0, "the capacity of the flat list is at least one row"
     device = truth.boxes.device
-    if truth.boxes.is_cuda and truth.boxes.dtype == torch.float32:
-        from yolo_ray.model.fused_assign import (
-            fused_claims,  # Triton comes with torch for GPUs only
-        )
-
-        return _owner_rows(*fused_claims(*anchors, truth, topk, min_side), rows)
     row_G = torch.arange(rows, device=device)
     best_BA = torch.zeros(batch, count, dtype=torch.int64, device=device)
     claims, lives = [], []

@@ -1,4 +1,4 @@
-"""The claims of all boxes in one Triton kernel, one program a box; needs a GPU.
+"""The assignment in a few Triton kernels: claims, one program a box, then owners and weights; needs a GPU.
 
 Shapes: B images, A anchors, G rows of the flat list. Nothing of [G,A] ever reaches memory.
 """
@@ -15,52 +15,81 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 SMALL = 1024  # anchors that a box of common size contains, at most
+BLOCK = 256  # anchors of one program
 
 
-def fused_claims(
-    scores_BCA: Tensor,
-    boxes_BA4: Tensor,
-    points_A2: Tensor,
+def fused_assign(
+    anchors: tuple[Tensor, Tensor, Tensor],
     truth: tuple[Tensor, Tensor, Tensor, Tensor],
     topk: int,
+    single: bool,
     min_side: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``assign`` needs to know of every anchor, each int64 [B,A].
+) -> tuple[Tensor, Tensor]:
+    """assign.assign for float32 boxes: rows int64 [B,A] and weights float32 [B,A].
 
-    Returns:
-        best: the highest (overlap, row) key among the boxes that contain the anchor, 0: none.
-        highest: the highest row that claims it, -1: none.
-        lowest: the lowest such row; means nothing where none claims it.
+    ``anchors``: logits [B,C,A], predicted boxes [B,A,4] px, centres [A,2] px. ``truth``: the flat list.
     """
+    scores, predicted, _ = anchors
+    boxes, classes, _, _ = truth
+    batch, _, count = scores.shape
+    total, rows = batch * count, len(boxes)
+    # All tables that begin at zero, in one piece of memory.
+    zeros = torch.zeros(2 * total + rows, dtype=torch.int64, device=boxes.device)
+    best, claims, peaks = (
+        zeros[:total],
+        zeros[total : 2 * total].view(torch.int32),
+        zeros[2 * total :],
+    )
+    peaks = peaks if single else peaks.view(torch.int32)  # one key a box, or two numbers
+    _claim(anchors, truth, best, claims, (topk, min_side))
+    row = torch.empty((batch, count), dtype=torch.int64, device=boxes.device)
+    overlap, align = (torch.empty((batch, count), device=boxes.device) for _ in range(2))
+    weight = torch.empty_like(align)
+    grid = (triton.cdiv(total, BLOCK),)
+    _owners_kernel[grid](
+        scores, predicted, boxes, classes, best, claims, row, overlap, align, peaks,
+        rows, count, total, *scores.stride(), *predicted.stride(), SINGLE=single, BLOCK=BLOCK,
+    )  # fmt: skip
+    _weights_kernel[grid](
+        row, overlap, align, peaks, weight, rows, total, SINGLE=single, BLOCK=BLOCK
+    )
+    return row, weight
+
+
+def _claim(
+    anchors: tuple[Tensor, Tensor, Tensor],
+    truth: tuple[Tensor, Tensor, Tensor, Tensor],
+    best: Tensor,
+    claims: Tensor,
+    rule: tuple[int, float],
+) -> None:
+    """Let every box claim its anchors.
+
+    Args:
+        anchors: as above.
+        truth: as above.
+        best: int64 [B*A], gets the highest (overlap, row) key among the boxes that contain the anchor, 0: none.
+        claims: int32 [2*B*A], gets one more than the highest row that claims it, then the rows less the lowest.
+        rule: claims of a box, and the side px to which small boxes are widened.
+    """
+    scores, predicted, points = anchors
     boxes, classes, image_index, valid = truth
-    batch, _, count = scores_BCA.shape
+    topk, min_side = rule
+    batch, _, count = scores.shape
     rows = len(boxes)
-    best = torch.zeros(batch, count, dtype=torch.int64, device=boxes.device)
-    claims = torch.zeros(2, batch, count, dtype=torch.int32, device=boxes.device)
     numbers = torch.empty(rows, SMALL, dtype=torch.int32, device=boxes.device)
     found = torch.empty(rows, dtype=torch.int32, device=boxes.device)
     block = triton.next_power_of_2(count)
     _contained_kernel[(rows,)](
-        points_A2,
-        boxes,
-        valid,
-        numbers,
-        found,
-        count,
-        min_side,
-        SMALL=SMALL,
-        BLOCK=1024,
-        num_warps=4,
+        points, boxes, valid, numbers, found, count, min_side, SMALL=SMALL, BLOCK=1024, num_warps=4
     )
     # Small boxes by small programs, the rest by programs that look at all anchors.
     for is_small, size, warps in ((True, SMALL, 4), (False, block, min(max(block // 1024, 4), 16))):
         _claims_kernel[(rows,)](
-            scores_BCA, boxes_BA4, points_A2, boxes, classes, image_index, numbers, found, best, claims,
-            rows, count, batch * count, *scores_BCA.stride(), *boxes_BA4.stride(), min_side,
+            scores, predicted, points, boxes, classes, image_index, numbers, found, best, claims,
+            rows, count, batch * count, *scores.stride(), *predicted.stride(), min_side,
             K=min(topk, count), IS_SMALL=is_small, SMALL=SMALL, BLOCK=size, num_warps=warps,
         )  # fmt: skip
-    highest, lowest = claims.long().unbind(0)
-    return best, highest - 1, rows - lowest
 
 
 @triton.jit
@@ -156,3 +185,66 @@ def _claims_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
         tl.atomic_max(place, row + 1, most > 0, sem="relaxed")
         tl.atomic_max(place + total, rows - row, most > 0, sem="relaxed")
         align = tl.where(a == which, 0.0, align)
+
+
+@triton.jit
+def _owners_kernel(  # noqa: PLR0913 (as above)
+    scores, predicted, boxes, classes, best, claims, row_out, overlap_out, align_out, peaks,
+    rows, count, total, score_b, score_c, score_a, box_b, box_a, box_4,
+    SINGLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Who owns each anchor, how well they agree, and the best of every box; align -1: nobody."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < total
+    image, a = (i // count).to(tl.int64), i % count
+    highest = tl.load(claims + i, live, 0) - 1
+    lowest = rows - tl.load(claims + total + i, live, 0)
+    claimed = highest >= 0
+    # Wanted by several: the one that overlaps it most among ALL boxes that contain it.
+    disputed = rows - 1 - (tl.load(best + i, live, 0) & 0xFFFFFFFF).to(tl.int32)
+    row = tl.where(claimed & (highest != lowest), disputed, tl.maximum(highest, 0))
+    box = predicted + image * box_b + a * box_a
+    overlap = _ciou(
+        tl.load(boxes + row * 4, claimed, 0.0), tl.load(boxes + row * 4 + 1, claimed, 0.0),
+        tl.load(boxes + row * 4 + 2, claimed, 0.0), tl.load(boxes + row * 4 + 3, claimed, 0.0),
+        tl.load(box, claimed, 0.0), tl.load(box + box_4, claimed, 0.0),
+        tl.load(box + 2 * box_4, claimed, 0.0), tl.load(box + 3 * box_4, claimed, 0.0),
+    )  # fmt: skip
+    overlap = tl.maximum(overlap, 0.0)
+    score = scores + image * score_b + tl.load(classes + row, claimed, 0) * score_c + a * score_a
+    logit = tl.load(score, claimed, 0.0).to(tl.float32)
+    cube = overlap * overlap * overlap
+    align = tl.sqrt(1.0 / (1.0 + tl.exp(-logit))) * (cube * cube)
+    if SINGLE:
+        # Rank by alignment, the first anchor of equals.
+        rank = (align.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (total - 1 - i)
+        tl.atomic_max(peaks + row, rank, claimed, sem="relaxed")
+    else:
+        tl.atomic_max(peaks + row, align.to(tl.int32, bitcast=True), claimed, sem="relaxed")
+        place = peaks + rows + row
+        tl.atomic_max(place, overlap.to(tl.int32, bitcast=True), claimed, sem="relaxed")
+    tl.store(row_out + i, row.to(tl.int64), live)
+    tl.store(overlap_out + i, overlap, live)
+    tl.store(align_out + i, tl.where(claimed, align, -1.0), live)
+
+
+@triton.jit
+def _weights_kernel(  # noqa: PLR0913 (as above)
+    rows_of, overlaps, aligns, peaks, weights, rows, total,
+    SINGLE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Target scores: alignments, scaled for each box so that its best one equals its best overlap."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = i < total
+    row = tl.load(rows_of + i, live, 0)
+    align = tl.load(aligns + i, live, -1.0)
+    learns = align >= 0
+    if SINGLE:
+        rank = (align.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (total - 1 - i)
+        learns = learns & (rank == tl.load(peaks + row, learns, -1))
+        best_align, best_overlap = align, tl.load(overlaps + i, live, 0.0)
+    else:
+        best_align = tl.load(peaks + row, learns, 0).to(tl.float32, bitcast=True)
+        best_overlap = tl.load(peaks + rows + row, learns, 0).to(tl.float32, bitcast=True)
+    weight = tl.div_rn(align * best_overlap, best_align + 1e-9)
+    tl.store(weights + i, tl.where(learns, weight, 0.0), live)

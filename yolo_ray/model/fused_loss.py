@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language.extra import libdevice
 
 BLOCK = 128  # anchors of one program
 
@@ -25,28 +26,33 @@ def class_loss(logits_BCA: Tensor, classes_BA: Tensor, weight_BA: Tensor) -> Ten
     return _ClassLoss.apply(_packed(logits_BCA), classes_BA, weight_BA)
 
 
-def decoded_distances(boxes_BDA: Tensor, reg_max: int) -> Tensor:
-    """boxes.expected_distances without a gradient, float32 [B,4,A]."""
-    if reg_max == 1:  # the head gives distances themselves
-        return boxes_BDA.detach().float()
+def decoded_boxes(boxes_BDA: Tensor, grid: tuple[Tensor, Tensor], reg_max: int) -> Tensor:
+    """boxes.decode_boxes without a gradient, float32 [B,A,4] px in memory laid out [B,4,A].
+
+    ``grid``: centres [A,2] and strides [A], px.
+    """
     batch, _, anchors = boxes_BDA.shape
-    logits = _packed(boxes_BDA.detach())
-    out = torch.empty((batch, 4, anchors), device=logits.device)
-    _distances_kernel[(triton.cdiv(anchors, BLOCK), batch, 4)](
-        logits,
-        out,
-        anchors,
-        reg_max,
-        *logits.stride(),
-        R=triton.next_power_of_2(reg_max),
-        BLOCK=BLOCK,
-    )
-    return out
+    raw = _packed(boxes_BDA.detach())
+    out = torch.empty((batch, 4, anchors), device=raw.device)
+    _boxes_kernel[(triton.cdiv(anchors, BLOCK), batch, 4)](
+        raw, *grid, out, anchors, reg_max, *raw.stride(),
+        R=triton.next_power_of_2(reg_max), BLOCK=BLOCK,
+    )  # fmt: skip
+    return out.movedim(1, 2)
 
 
-def distances_and_dfl(boxes_BDA: Tensor, wanted_B4A: Tensor, reg_max: int) -> tuple[Tensor, Tensor]:
-    """boxes.expected_distances [B,4,A] and boxes.dfl_loss [B,A], with one gradient for both."""
-    return _DistancesAndDfl.apply(_packed(boxes_BDA), wanted_B4A.contiguous(), reg_max)
+def box_loss(
+    boxes_BDA: Tensor, assigned: tuple[Tensor, Tensor], truth_G4: Tensor, how: tuple[Any, ...]
+) -> Tensor:
+    """Sums over all anchors of weight * (1 - CIoU) and weight * (DFL or L1), float32 [2].
+
+    Args:
+        boxes_BDA: raw distances of the head.
+        assigned: row int64 [B,A] of the box that each anchor learns, weight float32 [B,A].
+        truth_G4: all boxes xyxy px.
+        how: (centres [A,2], strides [A]), reg_max, imgsz.
+    """
+    return _BoxLoss.apply(_packed(boxes_BDA), *assigned, truth_G4, how)
 
 
 def _packed(logits: Tensor) -> Tensor:
@@ -79,30 +85,36 @@ class _ClassLoss(Function):
         return out, None, None
 
 
-class _DistancesAndDfl(Function):
+class _BoxLoss(Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, wanted: Tensor, reg_max: int) -> tuple[Tensor, Tensor]:
-        batch, _, anchors = logits.shape
-        distances = torch.empty((batch, 4, anchors), device=logits.device)
-        dfl = torch.empty((batch, anchors), device=logits.device)
-        _box_terms_kernel[(triton.cdiv(anchors, BLOCK), batch)](
-            logits, wanted, distances, dfl, anchors, reg_max, *logits.stride(),
-            R=triton.next_power_of_2(reg_max), BLOCK=BLOCK,
+    def forward(
+        ctx: Any, raw: Tensor, row: Tensor, weight: Tensor, truth: Tensor, how: tuple[Any, ...]
+    ) -> Tensor:
+        grid, reg_max, imgsz = how
+        batch, _, anchors = raw.shape
+        programs = (triton.cdiv(anchors, BLOCK), batch)
+        partial = torch.empty((2, programs[0] * batch), device=raw.device)
+        slopes = torch.empty((batch, 4, anchors), device=raw.device)
+        options = {"R": triton.next_power_of_2(reg_max), "BLOCK": BLOCK}
+        _box_loss_kernel[programs](
+            raw, row, weight, truth, *grid, partial, slopes, anchors, reg_max, imgsz,
+            *raw.stride(), **options,
         )  # fmt: skip
-        ctx.save_for_backward(logits, wanted)
-        ctx.reg_max = reg_max
-        return distances, dfl
+        ctx.save_for_backward(raw, row, weight, truth, *grid, slopes)
+        ctx.how, ctx.options = (reg_max, imgsz), options
+        return partial.sum(1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits, wanted = ctx.saved_tensors
-        batch, _, anchors = logits.shape
-        out = torch.empty_like(logits)
+        raw, row, weight, truth, points, strides, slopes = ctx.saved_tensors
+        reg_max, imgsz = ctx.how
+        batch, _, anchors = raw.shape
+        out = torch.empty_like(raw)
         _box_gradient_kernel[(triton.cdiv(anchors, BLOCK), batch, 4)](
-            logits, wanted, gradients[0].contiguous(), gradients[1].contiguous(), out,
-            anchors, ctx.reg_max, *logits.stride(), R=triton.next_power_of_2(ctx.reg_max), BLOCK=BLOCK,
+            raw, row, weight, truth, points, strides, slopes, gradients[0].contiguous(), out,
+            anchors, reg_max, imgsz, *raw.stride(), **ctx.options,
         )  # fmt: skip
-        return out, None, None
+        return out, None, None, None, None
 
 
 @triton.jit
@@ -162,61 +174,183 @@ def _bins(  # noqa: PLR0913 (as above)
 
 
 @triton.jit
-def _nearness(  # noqa: PLR0913 (as above)
-    wanted, image, side, a, live, anchors, reg_max, k
+def _distance(  # noqa: PLR0913 (as above)
+    raw, image, side, a, live, by_b, by_c, by_a, reg_max, R: tl.constexpr
 ):  # fmt: skip
-    target = tl.load(wanted + (image * 4 + side) * anchors + a, live, 0.0)
+    """The distance of one side in strides: expected, or the raw value where there are no bins."""
+    if R == 1:
+        place = raw + image.to(tl.int64) * by_b + side * by_c + a * by_a
+        return tl.load(place, live, 0.0).to(tl.float32)
+    _, power, _, _, k, _ = _bins(raw, image, side, a, live, by_b, by_c, by_a, reg_max, R)
+    return tl.sum(power * k, 0) / tl.sum(power, 0)
+
+
+@triton.jit
+def _wanted(truth, row, side, centre, stride, live):
+    """The distance in strides from an anchor's centre to a side of the box that it learns."""
+    edge = tl.load(truth + row * 4 + side, live, 0.0)
+    return tl.div_rn(tl.where(side < 2, centre - edge, edge - centre), stride)
+
+
+@triton.jit
+def _nearness(target, reg_max, k):
     target = tl.minimum(tl.maximum(target, 0.0), reg_max - 1 - 0.01)
     return tl.maximum(1.0 - tl.abs(k - target[None, :]), 0.0)
 
 
 @triton.jit
-def _distances_kernel(  # noqa: PLR0913 (as above)
-    logits, out, anchors, reg_max, by_b, by_c, by_a, R: tl.constexpr, BLOCK: tl.constexpr
+def _boxes_kernel(  # noqa: PLR0913 (as above)
+    raw, points, strides, out, anchors, reg_max, by_b, by_c, by_a,
+    R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image, side = tl.program_id(1), tl.program_id(2)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = a < anchors
-    _, power, _, _, k, _ = _bins(logits, image, side, a, live, by_b, by_c, by_a, reg_max, R)
-    distance = tl.sum(power * k, 0) / tl.sum(power, 0)
-    tl.store(out + (image * 4 + side) * anchors + a, distance, live)
+    reach = _distance(raw, image, side, a, live, by_b, by_c, by_a, reg_max, R)
+    reach *= tl.load(strides + a, live, 1.0)
+    centre = tl.load(points + a * 2 + side % 2, live, 0.0)
+    edge = tl.where(side < 2, centre - reach, centre + reach)
+    tl.store(out + (image * 4 + side) * anchors + a, edge, live)
 
 
 @triton.jit
-def _box_terms_kernel(  # noqa: PLR0913 (as above)
-    logits, wanted, distances, dfl, anchors, reg_max, by_b, by_c, by_a,
-    R: tl.constexpr, BLOCK: tl.constexpr,
+def _above(x, y):
+    """Gradient of max(x, y) by x, shared by equals as torch does."""
+    return tl.where(x > y, 1.0, tl.where(x == y, 0.5, 0.0))
+
+
+@triton.jit
+def _ciou_and_slopes(  # noqa: PLR0913 (two boxes)
+    left1, top1, right1, bottom1, left2, top2, right2, bottom2
 ):  # fmt: skip
+    """boxes.ciou and its gradient by the first box, alpha a constant (arXiv 1911.08287)."""
+    width1, height1 = right1 - left1, bottom1 - top1 + 1e-7
+    width2, height2 = right2 - left2, bottom2 - top2 + 1e-7
+    shared_width = tl.minimum(right1, right2) - tl.maximum(left1, left2)
+    shared_height = tl.minimum(bottom1, bottom2) - tl.maximum(top1, top2)
+    meets_x = tl.where(shared_width >= 0, 1.0, 0.0)
+    meets_y = tl.where(shared_height >= 0, 1.0, 0.0)
+    shared_width, shared_height = tl.maximum(shared_width, 0.0), tl.maximum(shared_height, 0.0)
+    shared = shared_width * shared_height
+    union = width1 * height1 + width2 * height2 - shared + 1e-7
+    iou = tl.div_rn(shared, union)
+    # d iou = by_shared * d shared - by_area * d (width1 * height1)
+    by_shared, by_area = (1.0 + iou) / union, iou / union
+    along_x, along_y = by_shared * shared_height * meets_x, by_shared * shared_width * meets_y
+    d_left = -along_x * _above(left1, left2) + by_area * height1
+    d_right = along_x * _above(right2, right1) - by_area * height1
+    d_top = -along_y * _above(top1, top2) + by_area * width1
+    d_bottom = along_y * _above(bottom2, bottom1) - by_area * width1
+
+    hull_width = tl.maximum(right1, right2) - tl.minimum(left1, left2)
+    hull_height = tl.maximum(bottom1, bottom2) - tl.minimum(top1, top2)
+    diagonal2 = hull_width * hull_width + hull_height * hull_height + 1e-7
+    apart_x, apart_y = left2 + right2 - left1 - right1, top2 + bottom2 - top1 - bottom1
+    apart = tl.div_rn(apart_x * apart_x + apart_y * apart_y, 4.0 * diagonal2)
+    # d apart = (d centre2 / 4 - apart * d diagonal2) / diagonal2
+    pull_x, pull_y = -0.5 * apart_x / diagonal2, -0.5 * apart_y / diagonal2
+    hull_x, hull_y = 2.0 * apart * hull_width / diagonal2, 2.0 * apart * hull_height / diagonal2
+    d_left -= pull_x + hull_x * _above(left2, left1)
+    d_right -= pull_x - hull_x * _above(right1, right2)
+    d_top -= pull_y + hull_y * _above(top2, top1)
+    d_bottom -= pull_y - hull_y * _above(bottom1, bottom2)
+
+    shape = libdevice.atan(tl.div_rn(width2, height2)) - libdevice.atan(tl.div_rn(width1, height1))
+    v = 0.4052847345693511 * shape * shape  # 4 / pi^2
+    alpha = tl.div_rn(v, 1.0 - iou + v + 1e-7)
+    # d atan(w/h) = (h dw - w dh) / (w^2 + h^2), and v falls where it grows towards the target's
+    turn = 2.0 * 0.4052847345693511 * alpha * shape / (width1 * width1 + height1 * height1)
+    d_left -= turn * height1
+    d_right += turn * height1
+    d_top += turn * width1
+    d_bottom -= turn * width1
+    return iou - (apart + alpha * v), d_left, d_top, d_right, d_bottom
+
+
+@triton.jit
+def _box_loss_kernel(  # noqa: PLR0913 (as above)
+    raw, rows, weights, truth, points, strides, partial, slopes, anchors, reg_max, imgsz,
+    by_b, by_c, by_a, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of a block of anchors, and the slope of the first one by each distance."""
     image = tl.program_id(1)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = a < anchors
-    total = tl.zeros((BLOCK,), tl.float32)
-    for side in tl.static_range(4):
-        x, power, _, mask, k, most = _bins(
-            logits, image, side, a, live, by_b, by_c, by_a, reg_max, R
-        )
-        whole = tl.sum(power, 0)
-        distance = tl.sum(power * k, 0) / whole
-        tl.store(distances + (image * 4 + side) * anchors + a, distance, live)
-        near = _nearness(wanted, image, side, a, live, anchors, reg_max, k)
-        total += most + tl.log(whole) - tl.sum(tl.where(mask, x * near, 0.0), 0)
-    tl.store(dfl + image * anchors + a, total * 0.25, live)
+    weight = tl.load(weights + image * anchors + a, live, 0.0)
+    learns = weight > 0
+    box = tl.sum(tl.zeros((BLOCK,), tl.float32), 0)
+    side_loss = box
+    if tl.sum(learns.to(tl.int32), 0) > 0:  # most blocks are background alone
+        row = tl.load(rows + image * anchors + a, live, 0)
+        stride = tl.load(strides + a, live, 1.0)
+        x, y = tl.load(points + a * 2, live, 0.0), tl.load(points + a * 2 + 1, live, 0.0)
+        left = x - _distance(raw, image, 0, a, live, by_b, by_c, by_a, reg_max, R) * stride
+        top = y - _distance(raw, image, 1, a, live, by_b, by_c, by_a, reg_max, R) * stride
+        right = x + _distance(raw, image, 2, a, live, by_b, by_c, by_a, reg_max, R) * stride
+        bottom = y + _distance(raw, image, 3, a, live, by_b, by_c, by_a, reg_max, R) * stride
+        overlap, d_left, d_top, d_right, d_bottom = _ciou_and_slopes(
+            left, top, right, bottom,
+            tl.load(truth + row * 4, learns, 0.0), tl.load(truth + row * 4 + 1, learns, 0.0),
+            tl.load(truth + row * 4 + 2, learns, 0.0), tl.load(truth + row * 4 + 3, learns, 0.0),
+        )  # fmt: skip
+        box = tl.sum(tl.where(learns, (1.0 - overlap) * weight, 0.0), 0)
+        scale = weight * stride
+        place = slopes + image * 4 * anchors + a
+        tl.store(place, tl.where(learns, d_left * scale, 0.0), live)
+        tl.store(place + anchors, tl.where(learns, d_top * scale, 0.0), live)
+        tl.store(place + 2 * anchors, tl.where(learns, -d_right * scale, 0.0), live)
+        tl.store(place + 3 * anchors, tl.where(learns, -d_bottom * scale, 0.0), live)
+        total = tl.zeros((BLOCK,), tl.float32)
+        for side in tl.static_range(4):
+            wanted = _wanted(truth, row, side, x if side % 2 == 0 else y, stride, learns)
+            if R == 1:
+                gap = _distance(raw, image, side, a, live, by_b, by_c, by_a, reg_max, R) - wanted
+                total += tl.abs(gap) * (stride / imgsz)
+            else:
+                logits, power, _, mask, k, most = _bins(
+                    raw, image, side, a, live, by_b, by_c, by_a, reg_max, R
+                )
+                near = _nearness(wanted, reg_max, k)
+                total += most + tl.log(tl.sum(power, 0))
+                total -= tl.sum(tl.where(mask, logits * near, 0.0), 0)
+        side_loss = tl.sum(tl.where(learns, total * 0.25 * weight, 0.0), 0)
+    number = tl.program_id(0) * tl.num_programs(1) + image
+    tl.store(partial + number, box)
+    tl.store(partial + tl.num_programs(0) * tl.num_programs(1) + number, side_loss)
 
 
 @triton.jit
 def _box_gradient_kernel(  # noqa: PLR0913 (as above)
-    logits, wanted, grad_distances, grad_dfl, out, anchors, reg_max, by_b, by_c, by_a,
-    R: tl.constexpr, BLOCK: tl.constexpr,
+    raw, rows, weights, truth, points, strides, slopes, gradients, out, anchors, reg_max, imgsz,
+    by_b, by_c, by_a, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     image, side = tl.program_id(1), tl.program_id(2)
     a = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = a < anchors
-    _, power, place, mask, k, _ = _bins(logits, image, side, a, live, by_b, by_c, by_a, reg_max, R)
-    share = power / tl.sum(power, 0)[None, :]
-    distance = tl.sum(share * k, 0)
-    near = _nearness(wanted, image, side, a, live, anchors, reg_max, k)
-    by_distance = tl.load(grad_distances + (image * 4 + side) * anchors + a, live, 0.0)
-    by_dfl = tl.load(grad_dfl + image * anchors + a, live, 0.0) * 0.25
-    grad = share * (k - distance[None, :]) * by_distance[None, :]
-    grad += (share - near) * by_dfl[None, :]
-    tl.store(out + place, grad.to(out.dtype.element_ty), mask)
+    weight = tl.load(weights + image * anchors + a, live, 0.0)
+    learns = weight > 0
+    k = tl.arange(0, R)
+    base = image.to(tl.int64) * by_b
+    place = base + (side * reg_max + k[:, None]) * by_c + a[None, :] * by_a
+    inside = (k < reg_max)[:, None] & live[None, :]
+    grad = tl.zeros((R, BLOCK), tl.float32)
+    if tl.sum(learns.to(tl.int32), 0) > 0:
+        row = tl.load(rows + image * anchors + a, live, 0)
+        stride = tl.load(strides + a, live, 1.0)
+        centre = tl.load(points + a * 2 + side % 2, live, 0.0)
+        wanted = _wanted(truth, row, side, centre, stride, learns)
+        slope = tl.load(slopes + (image * 4 + side) * anchors + a, learns, 0.0)
+        by_distance = slope * tl.load(gradients)
+        by_side = tl.where(learns, weight * 0.25 * tl.load(gradients + 1), 0.0)
+        if R == 1:
+            gap = tl.load(raw + place, inside, 0.0).to(tl.float32) - wanted[None, :]
+            sign = tl.where(gap > 0, 1.0, tl.where(gap < 0, -1.0, 0.0))
+            grad += by_distance[None, :] + sign * (by_side * stride / imgsz)[None, :]
+        else:
+            _, power, _, _, bins, _ = _bins(raw, image, side, a, live, by_b, by_c, by_a, reg_max, R)
+            share = power / tl.sum(power, 0)[None, :]
+            distance = tl.sum(share * bins, 0)
+            near = _nearness(wanted, reg_max, bins)
+            grad += share * (bins - distance[None, :]) * by_distance[None, :]
+            grad += (share - near) * by_side[None, :]
+    tl.store(out + place, grad.to(out.dtype.element_ty), inside)

@@ -16,6 +16,7 @@ from yolo_ray.model.assign import (
     CHUNK,
     ONE_TO_MANY,
     ONE_TO_ONE,
+    Assignment,
     Rule,
     Truth,
     assign,
@@ -25,6 +26,7 @@ from yolo_ray.model.boxes import (
     HeadOutput,
     boxes_from_distances,
     ciou,
+    decode_boxes,
     dfl_loss,
     distances_from_boxes,
     expected_distances,
@@ -32,6 +34,7 @@ from yolo_ray.model.boxes import (
 )
 
 FIRST_GAIN, LAST_GAIN = 0.8, 0.1
+Grid = tuple[Tensor, Tensor]  # centres [A,2] and strides [A], px
 
 
 class LossSums(NamedTuple):
@@ -67,15 +70,38 @@ def head_gains_at(epoch: int, epochs: int, heads: int = 2) -> tuple[float, ...]:
 
 
 class _Terms(NamedTuple):
-    """The passes over all logits: in torch, or fused for a GPU."""
+    """The passes over all logits: in torch, or fused for a GPU; ``grid`` is (centres, strides) in px."""
 
-    distances: Callable[[Tensor, int], Tensor]
-    distances_and_dfl: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor, Grid, int], Tensor]
+    """(raw, grid, reg_max) -> predicted boxes [B,A,4] px, without gradient."""
+    boxes: Callable[[Tensor, Assignment, Tensor, tuple[Grid, int, int]], Tensor]
+    """(raw, assignment, true boxes, (grid, reg_max, imgsz)) -> sums of box and dfl (or L1) loss [2]."""
     classes: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(logits, class of each anchor, weight) -> sum of the class loss."""
 
 
-def _distances_and_dfl(raw: Tensor, wanted: Tensor, reg_max: int) -> tuple[Tensor, Tensor]:
-    return expected_distances(raw, reg_max), dfl_loss(raw, wanted, reg_max)
+def _decode(raw_BDA: Tensor, grid: Grid, reg_max: int) -> Tensor:
+    return decode_boxes(raw_BDA.detach(), *grid, reg_max)
+
+
+def _box_loss(
+    raw: Tensor, assigned: Assignment, truth_G4: Tensor, how: tuple[Grid, int, int]
+) -> Tensor:
+    (points, strides), reg_max, imgsz = how
+    # Background gets a harmless box on both sides: 0 * finite is 0, 0 * inf would be NaN.
+    foreground = (assigned.weight > 0)[..., None]
+    cell = torch.cat((points - strides[:, None], points + strides[:, None]), 1)
+    target = torch.where(foreground, rows_of(truth_G4, assigned.row), cell)
+    wanted = distances_from_boxes(target, points, strides)
+    distances = expected_distances(raw, reg_max)
+    if reg_max > 1:
+        side = dfl_loss(raw, wanted, reg_max)
+    else:
+        side = ((raw - wanted) * (strides / imgsz)).abs().mean(1)
+    predicted = boxes_from_distances(distances, points, strides)
+    overlap = ciou(torch.where(foreground, predicted, cell), target)
+    box = ((1 - overlap) * assigned.weight).sum()
+    return torch.stack((box, (side * assigned.weight).sum()))
 
 
 def _class_loss(logits_BCA: Tensor, classes_BA: Tensor, weight_BA: Tensor) -> Tensor:
@@ -84,13 +110,13 @@ def _class_loss(logits_BCA: Tensor, classes_BA: Tensor, weight_BA: Tensor) -> Te
     return functional.binary_cross_entropy_with_logits(logits_BCA, target, reduction="sum")
 
 
-TORCH_TERMS = _Terms(expected_distances, _distances_and_dfl, _class_loss)
+TORCH_TERMS = _Terms(_decode, _box_loss, _class_loss)
 
 
 def _fused_terms() -> _Terms:
     from yolo_ray.model import fused_loss  # Triton comes with torch for GPUs only
 
-    return _Terms(fused_loss.decoded_distances, fused_loss.distances_and_dfl, fused_loss.class_loss)
+    return _Terms(fused_loss.decoded_boxes, fused_loss.box_loss, fused_loss.class_loss)
 
 
 class DetectionLoss:
@@ -137,39 +163,27 @@ class DetectionLoss:
         self,
         head: HeadOutput,
         truth: Truth,
-        grid: tuple[Tensor, Tensor],
+        grid: Grid,
         rule: Rule,
         how: tuple[int, _Terms],
     ) -> LossSums:
         """Items [3] and score sum [] of one head."""
-        points, strides = grid
         imgsz, terms = how
-        raw = head.boxes if self._reg_max > 1 else head.boxes.to(points.dtype).contiguous()
-        with torch.no_grad():
-            predicted = boxes_from_distances(terms.distances(raw, self._reg_max), points, strides)
-        row, weight = assign(
+        predicted = terms.decode(head.boxes, grid, self._reg_max)
+        assigned = assign(
             head.scores.detach(),
             predicted,
-            points,
+            grid[0],
             truth,
             rule,
             min_side=self._strides[min(1, len(self._strides) - 1)],
             chunk=self._chunk,
         )
-        cls = terms.classes(head.scores, truth.classes[row], weight)
-        # Background gets a harmless box on both sides: 0 * finite is 0, 0 * inf would be NaN.
-        foreground = (weight > 0)[..., None]
-        cell = torch.cat((points - strides[:, None], points + strides[:, None]), 1)
-        target = torch.where(foreground, rows_of(truth.boxes, row), cell)
-        wanted = distances_from_boxes(target, points, strides)
-        if self._reg_max > 1:
-            distances, side = terms.distances_and_dfl(raw, wanted, self._reg_max)
-        else:
-            distances, side = raw, ((raw - wanted) * (strides / imgsz)).abs().mean(1)
-        predicted = boxes_from_distances(distances, points, strides)
-        overlap = ciou(torch.where(foreground, predicted, cell), target)
-        box = ((1 - overlap) * weight).sum()
-        return LossSums(torch.stack((box, cls, (side * weight).sum())), weight.sum())
+        cls = terms.classes(head.scores, truth.classes[assigned.row], assigned.weight)
+        box, side = terms.boxes(
+            head.boxes, assigned, truth.boxes, (grid, self._reg_max, imgsz)
+        ).unbind()
+        return LossSums(torch.stack((box, cls, side)), assigned.weight.sum())
 
     def _grid(self, imgsz: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         key = (imgsz, device, dtype)
