@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.unit.test_device import SIDE, make_scene
+from tests.unit.test_device import SIDE, batch_of, in_pairs, make_scene
 from yolo_ray.augment.device import augment
 from yolo_ray.augment.fused import fused_images
 from yolo_ray.data.batch import Batch
@@ -48,20 +48,22 @@ def close(ours: Tensor, wanted: Tensor, tolerance: float = 1e-5) -> None:
 
 
 def pixels() -> None:
+    gains, unmixed = torch.tensor(HSV), torch.full((5,), 4096.0)
     scene = make_scene(MOTION, [True, True, False, False, True], flips=True)
-    none = torch.zeros(16, dtype=torch.int64)
-    tensors = [*scene, torch.tensor(HSV), torch.zeros(16, 4), none, none, none.bool()]
-    for side in (
-        SIDE,
-        SIDE // 2,
-        SIDE * 3 // 2,
-    ):  # the map stays: a larger image sees more of the canvas
-        batch = Batch(*tensors, side)
-        wanted = augment(batch) / 255
-        assert wanted.shape[-1] == side
-        assert torch.equal(fused_images(batch, torch.float32, 3), wanted)
-        wide = fused_images(batch, torch.float32, 8)
-        assert torch.equal(wide[:, :3], wanted) and not wide[:, 3:].any()
+    for side in (SIDE, SIDE // 2, SIDE * 3 // 2):  # the map stays: a larger image sees more canvas
+        same_pixels(batch_of(scene, gains, unmixed, side))
+    scene = make_scene([*MOTION, *MOTION[::-1]], [True, False] * 5, flips=True)
+    weights = torch.tensor([4096.0, 1, 1234, 2048, 4095])
+    for side in (SIDE, SIDE * 3 // 4):
+        same_pixels(batch_of(in_pairs(scene), gains, weights, side))
+
+
+def same_pixels(batch: Batch) -> None:
+    wanted = augment(batch) / 255
+    assert wanted.shape == (5, 3, batch.side, batch.side)
+    assert torch.equal(fused_images(batch, torch.float32, 3), wanted)
+    wide = fused_images(batch, torch.float32, 8)
+    assert torch.equal(wide[:, :3], wanted) and not wide[:, 3:].any()
 
 
 def norm() -> None:

@@ -281,6 +281,32 @@ def test_every_side_has_a_graph_of_its_own(batches: list[Batch]) -> None:
     assert (graphed.captures, graphed.replays) == (3, 6)
 
 
+def mixed(batch: Batch) -> Batch:
+    """The same batch with every row's neighbour blended in, but for the first row."""
+    names = ("picks", "origins", "extents", "centre", "canvas", "inverse")
+    rows = len(batch.picks)
+    both = {
+        name: torch.stack([part, part.roll(1, 0)], 1).reshape(rows, -1, *part.shape[2:])
+        for name, part in ((name, getattr(batch, name)) for name in names)
+    }
+    weights = torch.tensor([4096.0, 1000, 2048, 3000], device=CUDA)
+    return dataclasses.replace(batch, mix=weights, **both)
+
+
+def test_mixup_on_the_gpu(batches: list[Batch]) -> None:
+    eager, graphed = make_step(), GraphedStep(make_step(), mode="require")
+    for number in range(3):
+        batch = mixed(batches[number])
+        pixels = normalised(batch, torch.float32).cpu()
+        assert torch.equal(pixels, augment(batch.to("cpu")) / 255)
+        plain = normalised(batches[number], torch.float32).cpu()
+        assert torch.equal(pixels[0], plain[0]) and not torch.equal(pixels[1], plain[1])
+        run(eager, batch)
+        run(graphed, batch)
+        assert_equal(state_of(graphed), state_of(eager))
+    assert graphed.captures == 1
+
+
 def test_another_shape_is_refused(batches: list[Batch]) -> None:
     graphed = GraphedStep(make_step(), mode="require")
     run(graphed, batches[0])

@@ -15,8 +15,9 @@ from ultralytics.data import augment as oracle
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.utils.instance import Instances
 
-from yolo_ray.augment.device import Scene, compose, hsv
+from yolo_ray.augment.device import Scene, compose, hsv, mix
 from yolo_ray.data.geometry import Affine, Layout, build_affine, lay_out, transform_boxes
+from yolo_ray.data.plan import MIX_STEPS
 from yolo_ray.data.sides import sides_of
 
 SIDE = 160
@@ -153,6 +154,46 @@ def test_pixels_and_boxes(monkeypatch, scene, case, mosaic):
     np.testing.assert_array_equal(ids, wanted_ids)
     assert 5 < len(ids) < sum(map(len, boxes))
     np.testing.assert_allclose(found, wanted_boxes, atol=1e-3)
+
+
+@pytest.mark.parametrize("ratio", [0.37, 0.5, 0.641])
+def test_mixup_of_flipped_images_is_a_flipped_mixup(monkeypatch, scene, ratio):
+    """Ultralytics flips the blend; we fold the same flips into both images."""
+    photos, boxes, labels = scene
+    cases = [(*CASES[1][:2], (True, True)), (*CASES[3][:2], (True, True))]
+    ours, theirs = [], []
+    for case, mosaic in zip(cases, (True, False), strict=True):
+        ours.append(run_ours(photos, boxes, case, mosaic))
+        image, found, ids = run_oracle(monkeypatch, labels, (*case[:2], (False, False)), mosaic)
+        boxed = Instances(
+            found, np.zeros((0, 1000, 2), np.float32), bbox_format="xyxy", normalized=False
+        )
+        theirs.append({"img": image, "instances": boxed, "cls": ids[:, None]})
+    label: Any = {**theirs[0], "mix_labels": [theirs[1]]}
+    mixup, params = oracle.MixUp(None, p=1.0), {"r": ratio}
+    label = mixup.apply_instances(mixup.apply_image(label, params), params)
+    for direction in ("horizontal", "vertical"):
+        label = oracle.RandomFlip(p=1.0, direction=direction)(label)
+    label["instances"].convert_bbox("xyxy")
+    pair = torch.stack([torch.from_numpy(part[0]).permute(2, 0, 1) for part in ours])
+    found = mix(pair, torch.tensor([float(round(ratio * MIX_STEPS))]))[0].permute(1, 2, 0).numpy()
+    apart = np.abs(found - label["img"])
+    assert (apart <= 2).mean() > 0.999 and (apart <= 1).mean() > 0.95
+    np.testing.assert_array_equal(
+        np.concatenate([part[2] for part in ours]), label["cls"].reshape(-1)
+    )
+    bounds = np.concatenate([part[1] for part in ours])
+    np.testing.assert_allclose(bounds, label["instances"].bboxes, atol=1e-3)
+
+
+def test_mixup_closes_with_mosaic():
+    """The installed Ultralytics sets both to zero when it closes the mosaic; so does our plan."""
+    from ultralytics.data.dataset import YOLODataset
+
+    hyp = SimpleNamespace(mosaic=1.0, mixup=0.5, copy_paste=0.0, cutmix=0.0)
+    dataset = SimpleNamespace(build_transforms=lambda given: None)
+    YOLODataset.close_mosaic(dataset, hyp)  # pyright: ignore[reportArgumentType]
+    assert (hyp.mosaic, hyp.mixup) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("shape", [(120, SIDE), (SIDE, 107), (99, SIDE), (SIDE, SIDE), (1, SIDE)])

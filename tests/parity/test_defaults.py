@@ -33,7 +33,7 @@ def test_default_is_that_of_ultralytics(leaf: str) -> None:
 def test_the_parity_list_is_not_empty() -> None:
     assert len(SHARED) >= 30
     assert {"lr0", "momentum", "box", "mosaic", "hsv_h", "imgsz", "batch", "epochs"} <= set(SHARED)
-    assert {"multi_scale", "freeze"} <= set(SHARED)
+    assert {"multi_scale", "freeze", "mixup"} <= set(SHARED)
 
 
 @pytest.mark.parametrize("leaf", sorted(EXCEPTIONS))

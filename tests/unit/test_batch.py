@@ -20,7 +20,7 @@ from yolo_ray.errors import UserError
 SIDE, COUNT, BATCH = 32, 10, 4
 
 
-def make_plan(sides: tuple[int, ...] = (SIDE,)) -> Plan:
+def make_plan(sides: tuple[int, ...] = (SIDE,), mixup: float = 0.0) -> Plan:
     rng = np.random.default_rng(1)
     corners = np.sort(rng.random((COUNT * 3, 2, 2)), axis=1)
     records = Records(
@@ -33,7 +33,7 @@ def make_plan(sides: tuple[int, ...] = (SIDE,)) -> Plan:
         digest="",
         bad=(),
     )
-    config = AugmentConfig(degrees=10, shear=3, mosaic=0.8, close_mosaic=1)
+    config = AugmentConfig(degrees=10, shear=3, mosaic=0.8, mixup=mixup, close_mosaic=1)
     plan = Plan(records, seed=0, epochs=2, batch=BATCH, imgsz=SIDE, augment=config)
     return plan.with_sides(sides)
 
@@ -84,7 +84,7 @@ def global_hashes(workers: int, steps: range, plan: Plan) -> list[str]:
     return hashes
 
 
-PLANS = [make_plan(), make_plan(sides=(16, SIDE, 48))]
+PLANS = [make_plan(), make_plan(sides=(16, SIDE, 48)), make_plan(sides=(24, SIDE), mixup=0.6)]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -102,8 +102,9 @@ def test_a_resume_gives_the_same_batches(plan):
     assert global_hashes(2, range(4, steps.stop), plan) == global_hashes(2, steps, plan)[4:]
 
 
-def test_picks_point_at_the_photos_of_the_plan():
-    plan, slots = make_plan(), range(1, 3)
+@pytest.mark.parametrize("plan", PLANS)
+def test_picks_point_at_the_photos_of_the_plan(plan):
+    slots = range(1, 3)
     for step, batch in enumerate(batches_of(plan, 0, 1, range(3))):
         planned = plan.at(step)
         for slot in slots:

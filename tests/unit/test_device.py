@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from yolo_ray.augment.device import Scene, augment, compose, hsv
-from yolo_ray.data.batch import Batch
+from yolo_ray.augment.device import Scene, augment, compose, hsv, mix
+from yolo_ray.data.batch import TENSORS, Batch
 from yolo_ray.data.geometry import build_affine, lay_out, resize_output
 
 SIDE = 32
@@ -28,6 +28,24 @@ def make_scene(motion: list[list[float]], mosaic: list[bool], flips: bool = Fals
     picks = torch.from_numpy(rng.permutation(rows * 8)[: rows * 4].reshape(rows, 4))
     parts = (layout.origins, layout.extents, layout.centre, layout.canvas, affine.inverse)
     return [photos, picks, *(torch.from_numpy(part.astype(np.float32)) for part in parts)]
+
+
+def in_pairs(scene: list[Tensor]) -> list[Tensor]:
+    """The tensors of a batch that mixes rows 0 and 1, 2 and 3, ... of the scene."""
+    photos, picks, *parts = scene
+    half = len(picks) // 2
+    return [
+        photos,
+        picks.view(half, 8),
+        *(part.reshape(half, -1, *part.shape[2:]) for part in parts),
+    ]
+
+
+def batch_of(scene: list[Tensor], gains: Tensor, weights: Tensor, side: int = SIDE) -> Batch:
+    """A batch without boxes."""
+    none = torch.zeros(16, dtype=torch.int64)
+    tensors = [*scene, gains, weights, torch.zeros(16, 4), none, none, none.bool()]
+    return Batch(**dict(zip(TENSORS, tensors, strict=True)), side=side)
 
 
 def paste(scene: list[Tensor], row: int) -> np.ndarray:
@@ -103,13 +121,26 @@ def test_another_side_is_the_same_image_resized(side):
     scene[2] = torch.zeros_like(scene[2])
     plain = compose(Scene(*scene), SIDE)
     inverse, boxes = resize_output(scene[-1].double().numpy(), np.ones((1, 4), "f4"), SIDE, side)
-    found = compose(Scene(*scene[:-1], torch.from_numpy(inverse).float()), side)
+    found = compose(Scene(*[*scene[:-1], torch.from_numpy(inverse).float()]), side)
     wanted = torch.nn.functional.interpolate(plain, (side, side), mode="bilinear")
     inside = slice(2, -2)  # at its edge ours sees what lies beyond, the plain image ends
     apart = (found - wanted)[:, :, inside, inside].abs()
     assert found.shape == (2, 3, side, side) and found.std() > 3
     assert apart.max() <= 2 and apart.mean() <= 1
     np.testing.assert_allclose(boxes, side / SIDE)
+
+
+def test_a_batch_with_mixup_is_two_images_blended():
+    motion = [[7.0, 0.8, 1, 2, 0.5, 0.5], [0, 1, 0, 0, 0.5, 0.5]] * 2
+    scene = make_scene(motion, [True, False, False, True])
+    gains, weights = torch.tensor([[0.0, 1, 1], [0.1, 1.2, 0.8]]), torch.tensor([4096.0, 1234])
+    found = augment(batch_of(in_pairs(scene), gains, weights))
+    own, second = compose(Scene(*scene), SIDE).view(2, 2, 3, SIDE, SIDE).unbind(1)
+    assert torch.equal(found[0], own[0])
+    blend = (own[1].double() * 1234 + second[1].double() * (4096 - 1234)) / 4096
+    assert torch.equal(found[1], hsv(blend.floor().float()[None], gains[1:])[0])
+    extremes = torch.tensor([255.0, 255, 0, 255]).view(4, 1, 1, 1).expand(4, 3, 1, 1)
+    assert mix(extremes, torch.tensor([1.0, 1])).view(2, 3)[:, 0].tolist() == [255, 254]
 
 
 def test_wild_matrices_give_gray():
@@ -143,7 +174,8 @@ def test_unit_gains_leave_every_colour_alone():
 def test_nothing_is_read_on_the_host():
     """Tensors without data go through: no value decides a shape or a branch."""
     scene = make_scene([[0, 1.0, 0, 0, 0.5, 0.5]] * 2, [True, False])
-    none = torch.zeros(16, dtype=torch.int64)
-    tensors = [*scene, torch.ones(2, 3), torch.zeros(16, 4), none, none, none.bool()]
     for side in (SIDE, SIDE // 2, SIDE * 3 // 2):
-        assert augment(Batch(*tensors, side).to("meta")).shape == (2, 3, side, side)
+        batch = batch_of(scene, torch.ones(2, 3), torch.ones(2), side)
+        assert augment(batch.to("meta")).shape == (2, 3, side, side)
+    mixed = batch_of(in_pairs(scene), torch.ones(1, 3), torch.ones(1))
+    assert augment(mixed.to("meta")).shape == (1, 3, SIDE, SIDE)

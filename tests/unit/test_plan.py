@@ -11,7 +11,7 @@ import pytest
 
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.geometry import build_affine, invert
-from yolo_ray.data.plan import Plan, PlanStep, bucket_of, slots_of
+from yolo_ray.data.plan import MIX_STEPS, Plan, PlanStep, bucket_of, slots_of
 from yolo_ray.data.records import Records
 from yolo_ray.data.sides import sides_of
 from yolo_ray.errors import UserError
@@ -226,6 +226,97 @@ def test_new_options_leave_old_streams_alone():
     assert digest.hexdigest()[:16] == OLD_STREAM
 
 
+MIXING = LIVELY.model_copy(update={"mixup": 0.4})
+
+
+def test_mixup_only_adds_a_second_image():
+    """The slots' own images stay as they are; boxes of the second come behind them."""
+    plain, plan = make_plan(60, 8), make_plan(60, 8, MIXING)
+    mixed = added = 0
+    for step in range(plan.total_steps):
+        one, two = plain.at(step), plan.at(step)
+        for name in ("images", "fill", "seeds", "hsv", "side"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name), name)
+        for name in ("ages", "origins", "extents", "centre", "canvas", "inverse"):
+            own = getattr(one, name).reshape(8, -1)
+            both = getattr(two, name).reshape(8, -1)
+            assert both.shape[1] == 2 * own.shape[1]
+            np.testing.assert_array_equal(both[:, : own.shape[1]], own, name)
+        assert (np.diff(two.slots) >= 0).all() and (one.mix == MIX_STEPS).all()
+        for slot in range(8):
+            own, both = one.boxes[one.slots == slot], two.boxes[two.slots == slot]
+            np.testing.assert_array_equal(both[: len(own)], own)
+            assert two.mix[slot] < MIX_STEPS or len(both) == len(own)
+            added += len(both) - len(own)
+        mixed += (two.mix < MIX_STEPS).sum()
+        assert step < 3 * plan.steps_per_epoch or (two.mix == MIX_STEPS).all(), "it is closed"
+    assert mixed > 40 and added > 50
+    assert_same(plan.at(4), make_plan(60, 8, MIXING).at(4))
+
+
+def test_the_second_image_shares_flips_and_no_photo():
+    plan = make_plan(60, 8, MIXING)
+    mirrored = 0
+    for step in range(12):
+        planned = plan.at(step)
+        for slot in range(8):
+            own, other = (set(part.tolist()) for part in np.split(planned.ages[slot], 2))
+            assert not own & other and own | other <= set(range(plan.window)) and 0 in own
+            diagonals = planned.inverse[
+                slot, [0, 1, 2, 3], [0, 1, 0, 1]
+            ]  # no turn beyond 20 degrees
+            np.testing.assert_array_equal(np.sign(diagonals[:2]), np.sign(diagonals[2:]))
+            mirrored += diagonals[0] < 0
+        assert not np.array_equal(planned.inverse[:, :2], planned.inverse[:, 2:])
+    assert 20 < mirrored < 76
+
+
+def test_the_second_image_is_a_photo_of_the_window():
+    plan = make_plan(augment=STILL.model_copy(update={"mixup": 1.0}))
+    planned = plan.at(5)
+    for slot in range(6):
+        wanted = []
+        for quadrant in (0, 4):
+            index = plan.images_at(5 - planned.ages[slot, quadrant])[0][slot]
+            boxes, _ = plan.records.boxes_of(index)
+            extent, origin = planned.extents[slot, quadrant], planned.origins[slot, quadrant]
+            moved = boxes * np.tile(extent, 2) + np.tile(origin, 2)
+            wanted.append(moved[((moved[:, 2:] - moved[:, :2]) > 2).all(axis=1)])
+            assert extent.max() == SIDE
+        found = planned.boxes[planned.slots == slot]
+        np.testing.assert_allclose(found, np.concatenate(wanted), atol=1e-4)
+
+
+def test_mixing_ratios_are_those_of_ultralytics():
+    config = AugmentConfig(mixup=0.3, close_mosaic=0)
+    mix = np.concatenate([make_plan(64, 64, config, epochs=40).at(step).mix for step in range(40)])
+    mixed = mix[mix < MIX_STEPS] / MIX_STEPS
+    assert len(mixed) / len(mix) == pytest.approx(0.3, abs=0.03)
+    assert (mix == np.round(mix)).all() and mix.dtype == np.float32
+    assert mixed.mean() == pytest.approx(0.5, abs=0.01)  # Beta(32, 32)
+    assert mixed.std() == pytest.approx((4 * 65) ** -0.5, abs=0.006)
+    drawn = np.sort(np.random.default_rng(0).beta(32, 32, 100_000))
+    quantiles = np.quantile(drawn, [0.05, 0.25, 0.75, 0.95])
+    np.testing.assert_allclose(np.quantile(mixed, [0.05, 0.25, 0.75, 0.95]), quantiles, atol=0.015)
+
+
+def test_kept_boxes_reach_the_second_image():
+    plan = make_plan(augment=STILL.model_copy(update={"mixup": 1.0}))
+    planned = plan.at(9)
+    step = 9 - int(planned.ages[2, 4])
+    whole = (np.array([[0.0, 0, 1, 1]], np.float32), np.array([7]))
+    nothing = (np.empty((0, 4), np.float32), np.empty(0, np.int64))
+    replaced = plan.at(9, {(step, 2): whole, (9, 4): nothing})
+    assert replaced.slots[replaced.classes == 7].tolist() == [2]
+    extent, origin = planned.extents[2, 4], planned.origins[2, 4]
+    found = replaced.boxes[replaced.classes == 7]
+    np.testing.assert_allclose(found, [[*origin, *(origin + extent)]], atol=1e-4)
+    own = len(plan.records.boxes_of(planned.images[2])[0])
+    assert (replaced.slots == 2).sum() <= own + 1
+    everything = {(9 - age, slot): nothing for age in range(8) for slot in range(6)}
+    assert len(plan.at(9, everything).boxes) == 0
+
+
 def test_affine_inverse_and_singular_shear():
     motion = np.array([[30, 1.2, 5, -8, 0.4, 0.6], [0, 1, 45, 45, 0.5, 0.5]])
     affine = build_affine(motion, np.zeros((2, 2), bool), np.array([128.0, 64.0]), SIDE)
@@ -262,8 +353,10 @@ def test_kept_boxes_replace_a_photo_wherever_it_is_used():
     assert_same(plan.at(step), plain)
 
 
-def test_capacity_holds_the_fullest_rank_and_moves_boxes_counts_sources():
-    plan, loose = make_plan(60, 8), make_plan(60, 8, moves_boxes=True)
+@pytest.mark.parametrize("augment", [LIVELY, LIVELY.model_copy(update={"mixup": 0.4})])
+def test_capacity_holds_the_fullest_rank_and_moves_boxes_counts_sources(augment):
+    plan = make_plan(60, 8, augment)
+    loose = make_plan(60, 8, augment, moves_boxes=True)
     for step in range(plan.total_steps):
         planned = plan.at(step)
         for workers in (1, 2, 3, 8):
@@ -273,11 +366,15 @@ def test_capacity_holds_the_fullest_rank_and_moves_boxes_counts_sources():
             assert plan.capacity_at(step, workers) == bucket_of(max(counts))
             assert loose.capacity_at(step, workers) >= plan.capacity_at(step, workers)
     planned = plan.at(3)
+    ages, canvas = planned.ages.reshape(8, -1, 4), planned.canvas.reshape(8, -1)
+    shown = 1 + (planned.mix < MIX_STEPS)
     sources = sum(
         len(plan.records.boxes_of(plan.images_at(3 - age)[0][slot])[0])
         for slot in range(8)
-        for age in (planned.ages[slot] if planned.canvas[slot] > SIDE else [0])
+        for image in range(shown[slot])
+        for age in ages[slot, image, : 4 if canvas[slot, image] > SIDE else 1]
     )
+    assert shown.sum() > 8 or not augment.mixup
     assert loose.capacity_at(3, 1) == bucket_of(sources)
 
 

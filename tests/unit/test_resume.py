@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.local_run import LocalOptions, LocalRun
+from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.records import load_records
 from yolo_ray.errors import UserError
 from yolo_ray.train.checkpoint import (
@@ -23,14 +24,19 @@ from yolo_ray.train.checkpoint import (
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "sides"),
-    [("SGD", ()), ("AdamW", ()), ("MuSGD", ()), ("SGD", (32, 64, 96))],
+    ("optimizer", "sides", "mixup"),
+    [("SGD", (), 0), ("AdamW", (), 0), ("MuSGD", (), 0), ("SGD", (32, 64, 96), 0.5)],
 )
 def test_resumed_run_is_bit_equal(
-    optimizer: str, sides: tuple[int, ...], tiny_dataset: Callable[..., Path], tmp_path: Path
+    optimizer: str,
+    sides: tuple[int, ...],
+    mixup: float,
+    tiny_dataset: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     records = load_records(tiny_dataset(train=20, size=64), "train", max_bad=0.0)
-    options = LocalOptions(batch=4, epochs=2, optimizer=optimizer, sides=sides)
+    augment = AugmentConfig(mixup=mixup, close_mosaic=0)
+    options = LocalOptions(batch=4, epochs=2, optimizer=optimizer, sides=sides, augment=augment)
     whole = LocalRun(records, options)
     whole.train(0, 10)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from yolo_ray.data.batch import GRAY, Batch
+from yolo_ray.data.plan import MIX_STEPS
 
 SUBPIXELS = (
     256  # positions are rounded to 1/256 px: weights are whole numbers, their sums exact in float32
@@ -40,8 +41,19 @@ class Scene(NamedTuple):
 
 def augment(batch: Batch) -> Tensor:
     """The batch's images, composed and recoloured: float32 [b,3,S',S'], whole numbers in 0..255."""
-    scene = Scene(*(getattr(batch, name) for name in Scene._fields))
-    return hsv(compose(scene, batch.side), batch.hsv)
+    scene = Scene(
+        batch.photos,
+        batch.picks.reshape(-1, 4),
+        batch.origins.reshape(-1, 4, 2),
+        batch.extents.reshape(-1, 4, 2),
+        batch.centre.reshape(-1, 2),
+        batch.canvas.reshape(-1),
+        batch.inverse.reshape(-1, 2, 3),
+    )
+    images = compose(scene, batch.side)
+    if len(images) > len(batch.hsv):
+        images = mix(images, batch.mix)
+    return hsv(images, batch.hsv)
 
 
 def normalised(batch: Batch, dtype: torch.dtype, channels: int = 3) -> Tensor:
@@ -90,6 +102,21 @@ def compose(scene: Scene, side: int) -> Tensor:
         planes += ((SUBPIXELS**2 - covered) * GRAY)[:, None]
         planes.div_(SUBPIXELS**2).round_()
     return images
+
+
+def mix(images: Tensor, weights: Tensor) -> Tensor:
+    """Mixup (arXiv 1710.09412): blend the two images of each row, cut off to whole levels.
+
+    Args:
+        images: float32 [2b,3,S',S'], a row's own image and its second one in turn, whole numbers in 0..255.
+        weights: [b] of the own image, whole 4096ths: every product and sum is exact.
+
+    Returns:
+        float32 [b,3,S',S'], whole numbers in 0..255.
+    """
+    own, second = images.view(len(weights), 2, *images.shape[1:]).unbind(1)
+    weight = weights[:, None, None, None]
+    return (own * weight).add_(second * (MIX_STEPS - weight)).div_(MIX_STEPS).floor_()
 
 
 def hsv(images: Tensor, gains: Tensor) -> Tensor:

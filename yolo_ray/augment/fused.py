@@ -40,6 +40,8 @@ def fused_images(batch: Batch, dtype: torch.dtype, channels: int) -> Tensor:
         batch.canvas,
         batch.inverse,
         batch.hsv,
+        batch.mix,
+        IMAGES=batch.picks.shape[1] // 4,
         PHOTO=batch.photos.shape[-1],
         SIDE=side,
         CHANNELS=channels,
@@ -80,6 +82,49 @@ def _neighbour(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
     there &= line < tl.load(extents + quadrant * 2 + 1)
     photo = tl.load(picks + quadrant).to(tl.int64) * (3 * PHOTO * PHOTO)
     return photo + line.to(tl.int32) * PHOTO + column.to(tl.int32), there
+
+
+@triton.jit
+def _composed(  # noqa: PLR0913 (as above)
+    image,
+    x,
+    y,
+    inside,
+    photos,
+    picks,
+    origins,
+    extents,
+    centre,
+    canvas,
+    inverse,
+    PHOTO: tl.constexpr,
+):
+    """Whole levels of the pixels (x, y) of one image; those not ``inside`` read no photo."""
+    low_x, after_x = _positions(inverse + image * 6, x, y, PHOTO)
+    low_y, after_y = _positions(inverse + image * 6 + 3, x, y, PHOTO)
+    covered = tl.zeros(x.shape, tl.float32)
+    red = tl.zeros(x.shape, tl.float32)
+    green = tl.zeros(x.shape, tl.float32)
+    blue = tl.zeros(x.shape, tl.float32)
+    for corner in tl.static_range(4):
+        # Branches on the corner are taken when the kernel is compiled.
+        offset, there = _neighbour(
+            image, low_x + corner % 2, low_y + corner // 2,
+            picks, origins, extents, centre, canvas, PHOTO,
+        )  # fmt: skip
+        weight_x = after_x if corner % 2 == 1 else 256.0 - after_x
+        weight_y = after_y if corner // 2 == 1 else 256.0 - after_y
+        weight = tl.where(there, weight_x * weight_y, 0.0)
+        there &= inside & (weight > 0)
+        covered += weight
+        red += weight * tl.load(photos + offset, there, 0).to(tl.float32)
+        green += weight * tl.load(photos + offset + PHOTO * PHOTO, there, 0).to(tl.float32)
+        blue += weight * tl.load(photos + offset + 2 * PHOTO * PHOTO, there, 0).to(tl.float32)
+    gray = (65536.0 - covered) * 114.0
+    red = _rounded((red + gray) * 0.0000152587890625)
+    green = _rounded((green + gray) * 0.0000152587890625)
+    blue = _rounded((blue + gray) * 0.0000152587890625)
+    return red, green, blue
 
 
 @triton.jit
@@ -134,6 +179,8 @@ def _images_kernel(  # noqa: PLR0913 (as above)
     canvas,
     inverse,
     hsv,
+    mix,
+    IMAGES: tl.constexpr,
     PHOTO: tl.constexpr,
     SIDE: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -143,30 +190,21 @@ def _images_kernel(  # noqa: PLR0913 (as above)
     pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pixel < SIDE * SIDE
     x, y = (pixel % SIDE).to(tl.float32), (pixel // SIDE).to(tl.float32)
-    low_x, after_x = _positions(inverse + row * 6, x, y, PHOTO)
-    low_y, after_y = _positions(inverse + row * 6 + 3, x, y, PHOTO)
-    covered = tl.zeros((BLOCK,), tl.float32)
-    red = tl.zeros((BLOCK,), tl.float32)
-    green = tl.zeros((BLOCK,), tl.float32)
-    blue = tl.zeros((BLOCK,), tl.float32)
-    for corner in tl.static_range(4):
-        # Branches on the corner are taken when the kernel is compiled.
-        offset, there = _neighbour(
-            row, low_x + corner % 2, low_y + corner // 2,
-            picks, origins, extents, centre, canvas, PHOTO,
+    red, green, blue = _composed(
+        row * IMAGES, x, y, inside,
+        photos, picks, origins, extents, centre, canvas, inverse, PHOTO,
+    )  # fmt: skip
+    if IMAGES == 2:
+        own = tl.load(mix + row)
+        other = 4096.0 - own
+        # A row that is not mixed reads nothing of its second image.
+        red_2, green_2, blue_2 = _composed(
+            row * 2 + 1, x, y, pixel < tl.where(other > 0, SIDE * SIDE, 0),
+            photos, picks, origins, extents, centre, canvas, inverse, PHOTO,
         )  # fmt: skip
-        weight_x = after_x if corner % 2 == 1 else 256.0 - after_x
-        weight_y = after_y if corner // 2 == 1 else 256.0 - after_y
-        weight = tl.where(there, weight_x * weight_y, 0.0)
-        there &= inside & (weight > 0)
-        covered += weight
-        red += weight * tl.load(photos + offset, there, 0).to(tl.float32)
-        green += weight * tl.load(photos + offset + PHOTO * PHOTO, there, 0).to(tl.float32)
-        blue += weight * tl.load(photos + offset + 2 * PHOTO * PHOTO, there, 0).to(tl.float32)
-    gray = (65536.0 - covered) * 114.0
-    red = _rounded((red + gray) * 0.0000152587890625)
-    green = _rounded((green + gray) * 0.0000152587890625)
-    blue = _rounded((blue + gray) * 0.0000152587890625)
+        red = tl.floor((red * own + red_2 * other) * 0.000244140625)
+        green = tl.floor((green * own + green_2 * other) * 0.000244140625)
+        blue = tl.floor((blue * own + blue_2 * other) * 0.000244140625)
     turn = tl.load(hsv + row * 3)
     red, green, blue = _recoloured(
         red, green, blue, turn, tl.load(hsv + row * 3 + 1), tl.load(hsv + row * 3 + 2)

@@ -128,8 +128,12 @@ class AugmentConfig(Section):
     flipud: Fraction = Field(default=0.0, description="probability of an upside-down flip")
     fliplr: Fraction = Field(default=0.5, description="probability of a left-right flip")
     mosaic: Fraction = Field(default=1.0, description="probability that four photos are joined")
+    mixup: Fraction = Field(
+        default=0.0,
+        description="probability that a second image is blended in, while mosaic is open",
+    )
     close_mosaic: Annotated[int, Field(ge=0)] = Field(
-        default=10, description="last epochs without mosaic"
+        default=10, description="last epochs without mosaic and mixup"
     )
     multi_scale: Fraction = Field(
         default=0.0,

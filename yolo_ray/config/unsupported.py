@@ -48,7 +48,6 @@ UNSUPPORTED: dict[str, str] = {
     "agnostic_nms": "is not supported: suppression is per class",
     "classes": "is not supported; leave the unwanted classes out of the labels",
     "perspective": _LATER,
-    "mixup": _LATER,
     "cutmix": _LATER,
     "bgr": _LATER,
     "cls_pw": _LATER,

@@ -21,7 +21,10 @@ GRAY = 114
 
 @dataclass
 class Batch:
-    """Tensors of ONE worker's b rows; shapes depend on b, S and G alone; images on b and S'."""
+    """Tensors of ONE worker's b rows; shapes depend on b, S and G alone; images on b and S'.
+
+    With mixup a row's second image lies behind its own: [b,8], [b,8,2], [b,4], [b,2], [b,4,3].
+    """
 
     photos: Tensor  # uint8 [R*b,3,S,S] the ring itself
     picks: Tensor  # int64 [b,4] rows of the ring
@@ -31,6 +34,7 @@ class Batch:
     canvas: Tensor  # float32 [b] side of the canvas
     inverse: Tensor  # float32 [b,2,3] output pixel -> canvas pixel
     hsv: Tensor  # float32 [b,3] gains (hue turn, saturation factor, value factor)
+    mix: Tensor  # float32 [b] weight of the row's own image, whole 4096ths
     boxes: Tensor  # float32 [G,4] xyxy px
     classes: Tensor  # int64 [G]
     image_index: Tensor  # int64 [G] row of each box
@@ -121,6 +125,7 @@ class PhotoRing:
             "canvas": plan_step.canvas[mine],
             "inverse": plan_step.inverse[mine],
             "hsv": plan_step.hsv[mine],
+            "mix": plan_step.mix[mine],
         }
         truth = _pad_boxes(plan_step, slots, capacity)
         tensors = {name: torch.from_numpy(value) for name, value in (per_row | truth).items()}

@@ -1,12 +1,9 @@
 """The plan: a pure function from a step number to a global batch, so a resume starts anywhere.
 
-B photos of a global batch, N photos of the split, S the image side, W the mosaic window in steps.
+B photos of a global batch, N photos of the split, S the image side, W the mosaic window in steps, L
+images of a slot (1, or 2 with mixup), I = B * L images, a slot's own first.
 
-The random numbers of a step come from one counter-based generator keyed by (seed, step) and are
-drawn as arrays over the whole global batch, in this order: seeds of albumentations, mosaic coin,
-mosaic partners, mosaic centre, affine (angle, scale, shear x, shear y, translate x, translate y),
-HSV, flips (up-down, left-right), output side. Nothing depends on the worker count. A new option
-draws AFTER these, so that old streams stay.
+Every random number is one of ``draws``; nothing depends on the worker count.
 """
 
 from __future__ import annotations
@@ -19,6 +16,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from yolo_ray.config.schema import AugmentConfig
+from yolo_ray.data.draws import (
+    MIX_STREAM,
+    ORDER_STREAM,
+    STEP_STREAM,
+    WINDOW,
+    Draws,
+    draw,
+    draw_mix,
+    draw_seeds,
+    generator_of,
+)
 from yolo_ray.data.geometry import (
     Affine,
     Layout,
@@ -32,9 +40,8 @@ from yolo_ray.data.geometry import (
 if TYPE_CHECKING:
     from yolo_ray.data.records import Records
 
-WINDOW = 8
 MIN_CAPACITY = 16
-ORDER_STREAM, STEP_STREAM = 0, 1
+MIX_STEPS = 4096  # a blend counts in 4096ths: products with 8-bit pixels are exact in float32
 
 # (step, slot) of a photo's own row -> boxes [k,4] (fractions), classes [k] after albumentations
 KeptBoxes = Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]
@@ -42,7 +49,10 @@ KeptBoxes = Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class PlanStep:
-    """One GLOBAL batch of B photos: which, how they are composed, and the boxes that result."""
+    """One GLOBAL batch of B photos: which, how they are composed, and the boxes that result.
+
+    With mixup the second image of a slot lies behind its own: [B,8], [B,8,2], [B,4], [B,2], [B,4,3].
+    """
 
     step: int
     epoch: int
@@ -56,6 +66,7 @@ class PlanStep:
     canvas: np.ndarray  # [B] float32 side of the canvas (2S mosaic, S otherwise)
     inverse: np.ndarray  # [B,2,3] float32 output pixel -> canvas pixel, flips folded in
     hsv: np.ndarray  # [B,3] float32 gains (hue turn, saturation factor, value factor)
+    mix: np.ndarray  # [B] float32 weight of the slot's own image, whole 4096ths; 4096: not mixed
     boxes: np.ndarray  # [n,4] float32 xyxy px of the output, clipped and filtered
     classes: np.ndarray  # [n] int64
     slots: np.ndarray  # [n] int64 slot of each box, ascending
@@ -64,16 +75,18 @@ class PlanStep:
 
 
 @dataclass(frozen=True)
-class _Draws:
-    """Uniform numbers in [0,1) of one step."""
+class _Images:
+    """What a step's numbers decide about its I images."""
 
-    mosaic_B: np.ndarray
-    partners_BA: np.ndarray  # A = W-1 ages
-    centre_B2: np.ndarray
-    motion_B6: np.ndarray
-    hsv_B3: np.ndarray
-    flips_B2: np.ndarray  # (up-down, left-right)
-    side: float
+    seeds_B: np.ndarray
+    draws: Draws  # of the slots' own images
+    mix_B: np.ndarray  # as PlanStep
+    shown_I: np.ndarray  # bool: not a second image whose slot is not mixed
+    mosaic_I: np.ndarray  # bool
+    ages_I4: np.ndarray
+    centre_I2: np.ndarray  # uniform
+    motion_I6: np.ndarray  # uniform
+    flips_I2: np.ndarray  # uniform
 
 
 class Plan:
@@ -82,7 +95,8 @@ class Plan:
     Mosaic partners of (step, slot) are photos of the same slot at the W-1 steps before, three
     different ones (Ultralytics draws from a buffer of recent photos and may repeat one). Steps of
     epoch -1 exist for the partners of the first steps. Every photo appears exactly once an epoch,
-    fills aside.
+    fills aside. The second image of mixup is made of the steps that the first one leaves over, so it
+    never shows a photo of the first.
     """
 
     window = WINDOW
@@ -133,7 +147,7 @@ class Plan:
     def images_at(self, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Record indices [B], fill [B] and albumentations seeds [B] of the batch's own photos."""
         images_B, fill_B = self._photos_at(step)
-        return images_B, fill_B, _draw_seeds(self._generator(STEP_STREAM, step), self.batch)
+        return images_B, fill_B, draw_seeds(self._generator(STEP_STREAM, step), self.batch)
 
     def at(self, step: int, kept: KeptBoxes | None = None) -> PlanStep:
         """The global batch of ``step``.
@@ -165,44 +179,48 @@ class Plan:
         return bucket_of(max(int(per_slot_B[slots.start : slots.stop].sum()) for slots in ranks))
 
     def _build(self, step: int, kept: KeptBoxes) -> PlanStep:
-        generator = self._generator(STEP_STREAM, step)
-        seeds_B = _draw_seeds(generator, self.batch)
-        draws = _draw(generator, self.batch)
-        epoch = step // self.steps_per_epoch
-        mosaic_B = self._mosaic(epoch, draws)
-        ages_B4 = _ages(draws, mosaic_B)
+        images = self._composed_at(step)
         images_B, fill_B = self._photos_at(step)
-        sources_B4 = self._sources(step, ages_B4)
-        layout, affine = self._compose(sources_B4, mosaic_B, draws)
-        fractions, classes, rows = self._source_boxes(step, sources_B4, ages_B4, mosaic_B, kept)
+        sources_I4 = self._sources(step, images.ages_I4)
+        layout, affine = self._compose(sources_I4, images)
+        fractions, classes, rows = self._source_boxes(step, sources_I4, images, kept)
         boxes, survivors = transform_boxes(fractions, rows, layout, affine, self.imgsz)
         # Boxes were judged at imgsz, as Ultralytics does, and are only then resized with the image.
-        side = self.sides[int(draws.side * len(self.sides))]
-        inverse_B23, boxes = resize_output(affine.inverse, boxes, self.imgsz, side)
+        side = self.sides[int(images.draws.side * len(self.sides))]
+        inverse_I23, boxes = resize_output(affine.inverse, boxes, self.imgsz, side)
         return PlanStep(
             step=step,
-            epoch=epoch,
+            epoch=step // self.steps_per_epoch,
             images=images_B,
             fill=fill_B,
-            seeds=seeds_B,
-            ages=ages_B4,
-            origins=layout.origins.astype(np.float32),
-            extents=layout.extents.astype(np.float32),
-            centre=layout.centre.astype(np.float32),
-            canvas=layout.canvas.astype(np.float32),
-            inverse=inverse_B23.astype(np.float32),
-            hsv=self._hsv(draws),
+            seeds=images.seeds_B,
+            ages=self._by_slot(images.ages_I4),
+            origins=self._by_slot(layout.origins.astype(np.float32)),
+            extents=self._by_slot(layout.extents.astype(np.float32)),
+            centre=self._by_slot(layout.centre.astype(np.float32)),
+            canvas=self._by_slot(layout.canvas.astype(np.float32)),
+            inverse=self._by_slot(inverse_I23.astype(np.float32)),
+            hsv=self._hsv(images.draws),
+            mix=images.mix_B,
             boxes=boxes,
             classes=classes[survivors].astype(np.int64),
-            slots=rows[survivors] >> 2,
+            slots=self._slot_of(rows[survivors]),
             side=side,
             moved=bool(kept),
         )
 
     def _generator(self, stream: int, number: int) -> np.random.Generator:
-        folded = int(number) % 2**64  # numbers may be negative, entropy may not
-        entropy = np.random.SeedSequence([self._seed, stream, folded])
-        return np.random.Generator(np.random.Philox(entropy))
+        return generator_of(self._seed, stream, number)
+
+    def _by_slot(self, values_I: np.ndarray) -> np.ndarray:
+        """[I,k,...] as [B,L*k,...], [I] as [B,L]; unchanged where L is 1."""
+        if len(values_I) == self.batch:
+            return values_I
+        return values_I.reshape(self.batch, -1, *values_I.shape[2:])
+
+    def _slot_of(self, rows_n: np.ndarray) -> np.ndarray:
+        """Slot [n] of rows 4 * image + quadrant."""
+        return rows_n // (8 if self._augment.mixup else 4)
 
     def _order(self, epoch: int) -> np.ndarray:
         """The epoch's permutation of all photos, kept for as many epochs as a window can touch."""
@@ -221,50 +239,83 @@ class Plan:
         order_N = self._order(epoch)
         return order_N[places_B % len(order_N)], places_B >= len(order_N)
 
-    def _mosaic(self, epoch: int, draws: _Draws) -> np.ndarray:
-        closed = epoch >= self._epochs - self._augment.close_mosaic
-        return (draws.mosaic_B < self._augment.mosaic) & (not closed)
+    def _composed_at(self, step: int) -> _Images:
+        generator = self._generator(STEP_STREAM, step)
+        seeds_B, draws = draw_seeds(generator, self.batch), draw(generator, self.batch)
+        is_open = step // self.steps_per_epoch < self._epochs - self._augment.close_mosaic
+        # The own photo, then the others in any order: four for the first image, four for the second.
+        ages_BW = np.zeros((self.batch, WINDOW), np.int64)
+        ages_BW[:, 1:] = np.argsort(draws.partners_BA, axis=1, kind="stable") + 1
+        mosaic_B = (draws.mosaic_B < self._augment.mosaic) & is_open
+        first = _Images(
+            seeds_B=seeds_B,
+            draws=draws,
+            mix_B=np.full(self.batch, MIX_STEPS, np.float32),
+            shown_I=np.ones(self.batch, np.bool_),
+            mosaic_I=mosaic_B,
+            ages_I4=_ages(ages_BW[:, :4], mosaic_B),
+            centre_I2=draws.centre_B2,
+            motion_I6=draws.motion_B6,
+            flips_I2=draws.flips_B2,
+        )
+        return self._mixed(step, first, ages_BW[:, 4:], is_open) if self._augment.mixup else first
 
-    def _sources(self, step: int, ages_B4: np.ndarray) -> np.ndarray:
-        """Record index [B,4] of the photo in each quadrant."""
+    def _mixed(self, step: int, first: _Images, ages_B4: np.ndarray, is_open: bool) -> _Images:
+        """Those images and a second one for each slot, of the photos of ages [B,4]."""
+        mix = draw_mix(self._generator(MIX_STREAM, step), self.batch)
+        mixed_B = (mix.coin_B < self._augment.mixup) & is_open
+        mosaic_B = (mix.image.mosaic_B < self._augment.mosaic) & is_open
+        ratio_B = np.where(mixed_B, np.round(mix.ratio_B * MIX_STEPS), MIX_STEPS)
+        return _Images(
+            seeds_B=first.seeds_B,
+            draws=first.draws,
+            mix_B=ratio_B.astype(np.float32),
+            shown_I=_in_turn(first.shown_I, mixed_B),
+            mosaic_I=_in_turn(first.mosaic_I, mosaic_B),
+            ages_I4=_in_turn(first.ages_I4, _ages(ages_B4, mosaic_B)),
+            centre_I2=_in_turn(first.centre_I2, mix.image.centre_B2),
+            motion_I6=_in_turn(first.motion_I6, mix.image.motion_B6),
+            flips_I2=_in_turn(first.flips_I2, first.flips_I2),  # Ultralytics flips the blend
+        )
+
+    def _sources(self, step: int, ages_I4: np.ndarray) -> np.ndarray:
+        """Record index [I,4] of the photo in each quadrant."""
         window_WB = np.stack([self._photos_at(step - age)[0] for age in range(self.window)])
-        return window_WB[ages_B4, np.arange(self.batch)[:, None]]
+        return window_WB[ages_I4, self._slot_of(4 * np.arange(len(ages_I4)))[:, None]]
 
-    def _compose(
-        self, sources_B4: np.ndarray, mosaic_B: np.ndarray, draws: _Draws
-    ) -> tuple[Layout, Affine]:
+    def _compose(self, sources_I4: np.ndarray, images: _Images) -> tuple[Layout, Affine]:
         augment, imgsz = self._augment, self.imgsz
-        extents_B42 = resized_extents(self.records.sizes[sources_B4], imgsz)
+        extents_I42 = resized_extents(self.records.sizes[sources_I4], imgsz)
         margin = -(-imgsz // 2)
-        centre_B2 = np.floor(margin + draws.centre_B2 * (2 * imgsz - 2 * margin))
-        layout = lay_out(extents_B42, centre_B2, mosaic_B, imgsz)
+        centre_I2 = np.floor(margin + images.centre_I2 * (2 * imgsz - 2 * margin))
+        layout = lay_out(extents_I42, centre_I2, images.mosaic_I, imgsz)
         middle_6 = np.array([0, 1, 0, 0, 0.5, 0.5])
         reach_6 = np.array([augment.degrees, augment.scale, augment.shear, augment.shear, 0, 0])
         reach_6[4:] = augment.translate
-        motion_B6 = middle_6 + _symmetric(draws.motion_B6) * reach_6
-        flips_B2 = draws.flips_B2[:, ::-1] < np.array([augment.fliplr, augment.flipud])
-        return layout, build_affine(motion_B6, flips_B2, layout.canvas, imgsz)
+        motion_I6 = middle_6 + _symmetric(images.motion_I6) * reach_6
+        flips_I2 = images.flips_I2[:, ::-1] < np.array([augment.fliplr, augment.flipud])
+        return layout, build_affine(motion_I6, flips_I2, layout.canvas, imgsz)
 
-    def _hsv(self, draws: _Draws) -> np.ndarray:
+    def _hsv(self, draws: Draws) -> np.ndarray:
         gains_3 = np.array([self._augment.hsv_h, self._augment.hsv_s, self._augment.hsv_v])
         return (np.array([0, 1, 1]) + _symmetric(draws.hsv_B3) * gains_3).astype(np.float32)
 
     def _source_boxes(
         self,
         step: int,
-        sources_B4: np.ndarray,
-        ages_B4: np.ndarray,
-        mosaic_B: np.ndarray,
+        sources_I4: np.ndarray,
+        images: _Images,
         kept: KeptBoxes,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Fractions [n,4], classes [n] and row (4 * slot + quadrant) [n] of all source boxes."""
-        used_B4 = mosaic_B[:, None] | (np.arange(4) == 0)
-        rows = np.flatnonzero(used_B4)
-        replaced = _replacements(step, rows, ages_B4.reshape(-1), kept)
+        """Fractions [n,4], classes [n] and row (4 * image + quadrant) [n] of all source boxes."""
+        used_I4 = images.shown_I[:, None] & (images.mosaic_I[:, None] | (np.arange(4) == 0))
+        rows = np.flatnonzero(used_I4)
+        ages = images.ages_I4.reshape(-1)[rows]
+        replaced = _replacements(step - ages, self._slot_of(rows), rows, kept)
         recorded = np.array([row for row in rows.tolist() if row not in replaced], dtype=np.int64)
-        images = sources_B4.reshape(-1)[recorded]
-        starts = self.records.offsets[images]
-        counts = self.records.offsets[images + 1] - starts
+        photos = sources_I4.reshape(-1)[recorded]
+        starts = self.records.offsets[photos]
+        counts = self.records.offsets[photos + 1] - starts
         first = np.cumsum(counts) - counts
         index_n = np.repeat(starts - first, counts) + np.arange(counts.sum())
         fractions_n4 = self.records.boxes[index_n].astype(np.float64)
@@ -279,13 +330,12 @@ class Plan:
         return fractions_n4[order_n], classes_n[order_n], rows_n[order_n]
 
     def _source_counts_at(self, step: int) -> np.ndarray:
-        generator = self._generator(STEP_STREAM, step)
-        _draw_seeds(generator, self.batch)
-        draws = _draw(generator, self.batch)
-        mosaic_B = self._mosaic(step // self.steps_per_epoch, draws)
-        sources_B4 = self._sources(step, _ages(draws, mosaic_B))
-        counts_B4 = self.records.offsets[sources_B4 + 1] - self.records.offsets[sources_B4]
-        return np.where(mosaic_B, counts_B4.sum(axis=1), counts_B4[:, 0])
+        """Boxes [B] of all photos that each slot shows, whatever becomes of them."""
+        images = self._composed_at(step)
+        sources_I4 = self._sources(step, images.ages_I4)
+        counts_I4 = self.records.offsets[sources_I4 + 1] - self.records.offsets[sources_I4]
+        counts_I = np.where(images.mosaic_I, counts_I4.sum(axis=1), counts_I4[:, 0])
+        return (counts_I * images.shown_I).reshape(self.batch, -1).sum(axis=1)
 
 
 def slots_of(rank: int, workers: int, batch: int) -> range:
@@ -304,38 +354,25 @@ def bucket_of(count: int) -> int:
     return power
 
 
-def _draw_seeds(generator: np.random.Generator, batch: int) -> np.ndarray:
-    return (generator.random(batch) * 2**31).astype(np.int64)
-
-
-def _draw(generator: np.random.Generator, batch: int) -> _Draws:
-    return _Draws(
-        mosaic_B=generator.random(batch),
-        partners_BA=generator.random((batch, WINDOW - 1)),
-        centre_B2=generator.random((batch, 2)),
-        motion_B6=generator.random((batch, 6)),
-        hsv_B3=generator.random((batch, 3)),
-        flips_B2=generator.random((batch, 2)),
-        side=generator.random(),
-    )
-
-
 def _symmetric(unit: np.ndarray) -> np.ndarray:
     return 2.0 * unit - 1.0
 
 
-def _ages(draws: _Draws, mosaic_B: np.ndarray) -> np.ndarray:
-    """Ages [B,4]: the own photo top-left, as in Ultralytics, and three different older ones."""
-    partners_B3 = np.argsort(draws.partners_BA, axis=1, kind="stable")[:, :3] + 1
-    ages_B4 = np.concatenate([np.zeros((len(partners_B3), 1), np.int64), partners_B3], axis=1)
-    return np.where(mosaic_B[:, None], ages_B4, 0)
+def _in_turn(one_B: np.ndarray, two_B: np.ndarray) -> np.ndarray:
+    """[I,...]: the first of ``one``, the first of ``two``, the second of ``one``, ..."""
+    return np.stack([one_B, two_B], axis=1).reshape(-1, *one_B.shape[1:])
+
+
+def _ages(ages_B4: np.ndarray, mosaic_B: np.ndarray) -> np.ndarray:
+    """Ages [B,4]: the image's own photo top-left, as in Ultralytics; without mosaic it alone."""
+    return np.where(mosaic_B[:, None], ages_B4, ages_B4[:, :1])
 
 
 def _replacements(
-    step: int, rows: np.ndarray, ages: np.ndarray, kept: KeptBoxes
+    steps: np.ndarray, slots: np.ndarray, rows: np.ndarray, kept: KeptBoxes
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Rows (4 * slot + quadrant) whose photo is named in ``kept``, with its boxes and classes."""
+    """Rows whose photo, by its step and slot, is named in ``kept``, with its boxes and classes."""
     if not kept:
         return {}
-    keys = {int(row): (step - int(ages[row]), int(row) >> 2) for row in rows}
-    return {row: kept[key] for row, key in keys.items() if key in kept}
+    keys = zip(steps.tolist(), slots.tolist(), strict=True)
+    return {row: kept[key] for row, key in zip(rows.tolist(), keys, strict=True) if key in kept}

@@ -85,8 +85,9 @@ class Detector(nn.Module):
     def train(self, mode: bool = True) -> Detector:
         """Set the mode of every layer but frozen batch norms; the head always gives its raw training outputs."""
         super().train(mode)
+        layers: Any = self.model
         for index in self.frozen_layers:
-            freeze_statistics(self.model[index])
+            freeze_statistics(layers[index])
         _head_of(self.net).training = True
         return self
 

@@ -21,9 +21,10 @@ def freeze_layers(detector: Detector, freeze: int | Sequence[int] | None) -> Non
     layers: Any = detector.model
     last = len(layers) - 1
     chosen = range(freeze) if isinstance(freeze, int) else freeze or ()
+    given = freeze if isinstance(freeze, int) else list(chosen)
     if any(not 0 <= index <= last for index in chosen):
         raise UserError(
-            f"freeze={freeze} names layers that the model does not have: its layers are 0 to {last}, so "
+            f"freeze={given} names layers that the model does not have: its layers are 0 to {last}, so "
             f"use a number up to {last} (the first so many layers) or a list of those"
         )
     detector.frozen_layers = tuple(sorted(set(chosen)))
@@ -31,6 +32,6 @@ def freeze_layers(detector: Detector, freeze: int | Sequence[int] | None) -> Non
         layers[index].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in detector.parameters()):
         raise UserError(
-            f"freeze={freeze} leaves nothing to train: freeze fewer of the layers 0 to {last}"
+            f"freeze={given} leaves nothing to train: freeze fewer of the layers 0 to {last}"
         )
     detector.train(detector.training)  # puts the frozen batch norms in their mode
