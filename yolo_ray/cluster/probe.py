@@ -13,8 +13,10 @@ from yolo_ray.config.schema import AUTO_BATCH, TrainConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records
+from yolo_ray.data.sides import sides_of
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import build_detector
+from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.model.loss import head_gains_at
 from yolo_ray.step.build import build_step, step_options
 from yolo_ray.step.memory import measure_memory
@@ -60,6 +62,8 @@ def _rows_that_fit(config: TrainConfig, records: Records) -> int:
     precision = resolve_precision(config.precision, device)
     set_kernels(precision, deterministic=config.deterministic)
     detector = build_detector(config.model, records.names, imgsz=config.imgsz, seed=config.seed)
+    freeze_layers(detector, config.freeze)
+    sides = sides_of(config.imgsz, config.augment.multi_scale, max(detector.strides))
     optim = resolve_optim(config.optim, frozenset(), total_steps=1, num_classes=len(records.names))
     options = step_options(config, optim, precision)
     # The network sees all rows at once here; micro_batch would hide what a row takes.
@@ -74,5 +78,6 @@ def _rows_that_fit(config: TrainConfig, records: Records) -> int:
     for number in range(1 - plan.window, 1):
         ring.put(number, photos)
     batch = ring.batch(plan.at(0), range(PROBE_ROWS), plan.capacity_at(0, 1))
+    batch = replace(batch, side=max(sides))  # the largest images of multi_scale
     per_row = ring.photos.nbytes // PROBE_ROWS
     return measure_memory(step, batch, ring_row_bytes=per_row).rows

@@ -63,7 +63,7 @@ def micro_batches(batch: Batch, rows: int | None) -> Iterator[Batch]:
 
 def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     """The rows [start, stop) of a batch; boxes of other rows stay in the list and are not valid."""
-    per_row = ("picks", "origins", "extents", "centre", "canvas", "inverse", "hsv")
+    per_row = ("picks", "origins", "extents", "centre", "canvas", "inverse", "hsv", "mix")
     parts = {name: getattr(batch, name)[start:stop] for name in per_row}
     index = batch.image_index - start
     inside = (index >= 0) & (index < stop - start)
