@@ -38,6 +38,7 @@ from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
 from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, rank_images
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
+from yolo_ray.train.graphed_eval import GraphedEval
 from yolo_ray.train.loop import Run, fit
 from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import NullTracker, Tracker
@@ -173,15 +174,20 @@ def _train(job: Job, here: Here) -> bool:
     tracker = job.tracker if here.rank == 0 else NullTracker()
     tracker.warn = lambda text: events.write("warning", text=text)
     val: Records = ray.get(job.val)
+    predict = GraphedEval(
+        detector, nms=config.eval.nms, mode=config.graph.mode,
+        warn=lambda text: events.write("warning", text=text),
+    )  # fmt: skip
     run = Run(
         config=config, folder=job.folder, detector=detector, step=step, schedule=schedule,
-        feed=_build_feed(job, plan, here), evaluate=_build_evaluate(job, detector, here), val=val, reduce=here.reduce,
+        feed=_build_feed(job, plan, here), evaluate=_build_evaluate(job, predict, here), val=val, reduce=here.reduce,
         report=ray.train.report, tracker=tracker, events=events, rank=here.rank,
         workers=here.workers, data_digest=job.data_digest, progress=progress,
     )  # fmt: skip
     try:
         fit(run)
     finally:
+        predict.release()
         step.release()  # graphs must be gone before the process group is, or NCCL hangs
         tracker.close()
     return True
@@ -235,7 +241,7 @@ def _train_source(job: Job, slots: range, steps: range) -> Iterator[Any]:
     return train_photos(job.plan, slots, steps, option, job.placement.data)
 
 
-def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], EvalResult]:
+def _build_evaluate(job: Job, predict: GraphedEval, here: Here) -> Callable[[], EvalResult]:
     records: Records = ray.get(job.val)
     ids = rank_images(len(records), here.rank, here.workers)
     cached: list[EvalBatch] = []
@@ -251,18 +257,19 @@ def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], Ev
             imgsz=job.config.imgsz, batch=job.config.eval.val_batch, limits=job.placement.data,
         )  # fmt: skip
         for photo_ids, photos in stream:
-            batch = eval_batch(photo_ids, photos)
+            batch = eval_batch(photo_ids, photos, pinned=here.device.type == "cuda")
             if fits:
                 cached.append(batch)
             yield batch
 
     return lambda: evaluate(
-        detector,
+        predict.detector,
         batches(),
         records,
         imgsz=job.config.imgsz,
         options=job.config.eval,
         gather=here.gather,
+        predict=predict,
     )
 
 
@@ -273,4 +280,8 @@ def _evaluate_file(job: Job, here: Here) -> dict[str, float]:
     )  # the kernels of training's evaluations
     set_kernels(precision, deterministic=job.config.deterministic)
     detector = load_detector(job.weights).to(here.device)
-    return _build_evaluate(job, detector, here)().metrics
+    predict = GraphedEval(detector, nms=job.config.eval.nms, mode=job.config.graph.mode)
+    try:
+        return _build_evaluate(job, predict, here)().metrics
+    finally:
+        predict.release()
