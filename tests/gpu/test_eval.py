@@ -157,7 +157,7 @@ def test_auto_falls_back_with_one_warning() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert len(said) == 1 and "cannot be captured" in said[0]
     assert auto.replays == 0 and auto.reason
-    with pytest.raises(UserError, match="graph.mode=require"):
+    with pytest.raises(UserError, match=r"graph\.mode=require, but"):
         as_in_evaluation(GraphedEval(step.detector, nms=True, mode="require"), photos(0))
 
 

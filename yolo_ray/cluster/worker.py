@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from yolo_ray.cluster.preflight import Placement
 from yolo_ray.config.load import RUN_CONFIG
-from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import eval_photos, train_photos
 from yolo_ray.data.plan import Plan, slots_of
@@ -50,7 +50,7 @@ EVAL_CACHE_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver sends every worker."""
+    """What the driver sends every training worker; ``model``: what the detector is built from."""
 
     config: TrainConfig
     folder: Path
@@ -61,7 +61,18 @@ class Job:
     val: ray.ObjectRef
     names: tuple[str, ...]
     data_digest: str
-    weights: str | None = None  # evaluation of a file instead of training
+    model: str
+
+
+@dataclass(frozen=True)
+class EvaluateJob:
+    """What the driver sends every worker that evaluates a file."""
+
+    config: EvaluateConfig
+    folder: Path
+    placement: Placement
+    val: ray.ObjectRef
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -89,17 +100,17 @@ class Here:
 def train_worker(settings: dict[str, Any]) -> bool | None:
     """Entry of a training worker: True when the run has come to its end, None when it was asked to stop."""
     job: Job = settings["job"]
-    return _guarded(job, partial(_train, job))
+    return _guarded(job, partial(_train, job), job.config.seed)
 
 
 def evaluate_worker(settings: dict[str, Any]) -> dict[str, float] | None:
     """Entry of an evaluation worker; Ray Train hands rank 0's metrics to the driver."""
-    job: Job = settings["job"]
-    return _guarded(job, partial(_evaluate_file, job))
+    job: EvaluateJob = settings["job"]
+    return _guarded(job, partial(_evaluate_file, job), 0)
 
 
-def _guarded(job: Job, work: Callable[[Here], T]) -> T | None:
-    here = _start(job)
+def _guarded(job: Job | EvaluateJob, work: Callable[[Here], T], seed: int) -> T | None:
+    here = _start(job.placement, seed)
     if (job.folder / FAILURE_FILE).exists():
         return None  # a restart after a user's mistake: nothing would change, the driver reads the reason
     try:
@@ -136,16 +147,15 @@ def find_user_error(error: BaseException | None) -> UserError | None:
     return None
 
 
-def _start(job: Job) -> Here:
+def _start(placement: Placement, seed: int) -> Here:
     context = ray.train.get_context()
-    torch.set_num_threads(job.placement.threads)
-    seed = job.config.seed
+    torch.set_num_threads(placement.threads)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     device = (
         torch.device("cuda", torch.cuda.current_device())
-        if job.placement.use_gpu
+        if placement.use_gpu
         else torch.device("cpu")
     )
     return Here(context.get_world_rank(), context.get_world_size(), device)
@@ -156,7 +166,7 @@ def _train(job: Job, here: Here) -> bool:
     _check_shared(job.folder)
     plan: Plan = ray.get(job.plan)
     events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
-    detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
+    detector = build_detector(job.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
         here.device
     )
     detector.train()
@@ -241,7 +251,9 @@ def _train_source(job: Job, slots: range, steps: range) -> Iterator[Any]:
     return train_photos(job.plan, slots, steps, option, job.placement.data)
 
 
-def _build_evaluate(job: Job, predict: GraphedEval, here: Here) -> Callable[[], EvalResult]:
+def _build_evaluate(
+    job: Job | EvaluateJob, predict: GraphedEval, here: Here
+) -> Callable[[], EvalResult]:
     records: Records = ray.get(job.val)
     ids = rank_images(len(records), here.rank, here.workers)
     cached: list[EvalBatch] = []
@@ -273,8 +285,7 @@ def _build_evaluate(job: Job, predict: GraphedEval, here: Here) -> Callable[[], 
     )
 
 
-def _evaluate_file(job: Job, here: Here) -> dict[str, float]:
-    assert job.weights is not None
+def _evaluate_file(job: EvaluateJob, here: Here) -> dict[str, float]:
     precision = resolve_precision(
         job.config.precision, here.device
     )  # the kernels of training's evaluations

@@ -98,7 +98,9 @@ def _suppress_each(found: Candidates, used_b: Tensor, iou: float, max_det: int) 
     """torchvision's suppression of the first ``used_b`` candidates of each image, one after the other."""
     places = torch.zeros(len(used_b), max_det, dtype=torch.int64)
     numbers = torch.zeros_like(used_b)
-    for image, (start, used) in enumerate(zip(_starts(found).tolist(), used_b.tolist(), strict=True)):
+    for image, (start, used) in enumerate(
+        zip(_starts(found).tolist(), used_b.tolist(), strict=True)
+    ):
         rows = slice(start, start + used)
         kept = batched_nms(found.boxes[rows], found.scores[rows], found.classes[rows], iou)
         # It may return equal scores in any order; candidates are sorted, so places are sorted.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from yolo_ray.config.schema import EvalConfig
+from yolo_ray.config.schema import JudgeConfig
 from yolo_ray.data.geometry import resized_extents
 from yolo_ray.data.records import Records
 from yolo_ray.errors import UserError
@@ -88,7 +88,7 @@ def evaluate(
     records: Records,
     *,
     imgsz: int,
-    options: EvalConfig,
+    options: JudgeConfig,
     gather: Gather,
     predict: GraphedEval | None = None,
 ) -> EvalResult:
@@ -116,7 +116,7 @@ def evaluate(
     return replace(result, nms=options.nms, samples=samples, replays=predict.replays)
 
 
-def _check(detector: Detector, records: Records, options: EvalConfig) -> None:
+def _check(detector: Detector, records: Records, options: JudgeConfig) -> None:
     if detector.num_classes != len(records.names):
         raise UserError(
             f"the model knows {detector.num_classes} classes and the data names "
@@ -134,7 +134,7 @@ def _detect_all(
     batches: Iterable[EvalBatch],
     records: Records,
     imgsz: int,
-    options: EvalConfig,
+    options: JudgeConfig,
 ) -> tuple[np.ndarray, Detections]:
     """Ids of this rank's photos [n] and their detections in original pixels."""
     ids, rows, counts = [], [], []
@@ -156,7 +156,7 @@ def _detect_all(
     return seen, Detections(image_ids, flat[:, :4], flat[:, 4], flat[:, 5].astype(np.int64))
 
 
-def _detect(predict: GraphedEval, images: Tensor, options: EvalConfig) -> list[np.ndarray]:
+def _detect(predict: GraphedEval, images: Tensor, options: JudgeConfig) -> list[np.ndarray]:
     """float32 [k,6] of every row of a batch: xyxy px of the square, score, class.
 
     On a CPU the photos go through one at a time: its kernels round the last bit differently by a
