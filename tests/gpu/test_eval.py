@@ -92,16 +92,15 @@ def test_evaluations_leave_no_trace_in_training() -> None:
     plain, between = (GraphedStep(make_step(), mode="require") for _ in range(2))
     predict = GraphedEval(between.step.detector, nms=True, mode="require")
     torch.manual_seed(5)
-    random = torch.cuda.get_rng_state()
     for number in range(4):
         run(plain, batches[number])
         run(between, batches[number])
-        before = state_of(between)
+        before, random = state_of(between), torch.cuda.get_rng_state()
         with ema_weights(between):
             as_in_evaluation(predict, photos(number))
         assert_equal(state_of(between), before)
+        assert torch.equal(torch.cuda.get_rng_state(), random)
     assert_equal(state_of(between), state_of(plain))
-    assert torch.equal(torch.cuda.get_rng_state(), random)
     assert predict.replays == 4
     predict.release()
     between.release()

@@ -205,9 +205,8 @@ def test_a_run_goes_on_when_its_weights_file_has_gone(
 ) -> None:
     model = tmp_path / "mine.pt"
     shutil.copyfile(trained[0] / "weights" / "best.pt", model)
-    first = head.run(
-        "train", f"data={data}", f"project={tmp_path}", f"model={model}", "epochs=1", *SMALL
-    )
+    options = (*SMALL, "epochs=1", f"model={model}")
+    first = head.run("train", f"data={data}", f"project={tmp_path}", *options)
     assert first.code == 0, first.stderr
     model.unlink()
     run = tmp_path / "train"
