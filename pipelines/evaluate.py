@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from yolo_ray.cluster.launch import evaluate
+from yolo_ray.cluster.judge import evaluate
 from yolo_ray.config.load import load
 from yolo_ray.config.schema import EvaluateConfig
 from yolo_ray.entry import run

@@ -153,3 +153,4 @@ def test_weights_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "other.pt" in refused(arguments, capsys)
     assert "other.pt" in refused([f"data={data}", f"weights={tmp_path}/other.pt"], capsys, evaluate)
     assert "weights=" in refused([f"data={data}"], capsys, evaluate)
+    assert "option of training" in refused([f"data={data}", "lr0=0.1"], capsys, evaluate)

@@ -200,6 +200,25 @@ def test_ctrl_c_then_resume(head: Head, data: Path, tmp_path: Path) -> None:
     assert any(event.get("text") == f"going on from step {step}" for event in events_of(run))
 
 
+def test_a_run_goes_on_when_its_weights_file_has_gone(
+    trained: tuple[Path, Outcome, str], head: Head, data: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "mine.pt"
+    shutil.copyfile(trained[0] / "weights" / "best.pt", model)
+    options = (*SMALL, "epochs=1", f"model={model}")
+    first = head.run("train", f"data={data}", f"project={tmp_path}", *options)
+    assert first.code == 0, first.stderr
+    model.unlink()
+    run = tmp_path / "train"
+    again = head.run("train", f"resume={run}", "epochs=2")
+    assert again.code == 0, again.stderr
+    assert again.result["steps"] == 6
+    said = [event.get("text", "") for event in events_of(run)]
+    assert f"{model} is gone: the model is built from {run}/model/mine.pt instead" in said
+    assert "going on from step 3" in said
+    assert any(text.startswith("train: 13 photos with") for text in said)
+
+
 def test_ray_job_submit(head: Head, data: Path, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "yolo_ray", tmp_path / "code" / "yolo_ray")
     shutil.copytree(ROOT / "pipelines", tmp_path / "code" / "pipelines")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from yolo_ray.config.load import default_yaml, dump, load
 from yolo_ray.config.options import options_of, sections_of
-from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.config.unsupported import UNSUPPORTED
 from yolo_ray.errors import UserError
 
@@ -274,3 +274,42 @@ def test_every_config_loads_and_opens_with_its_launch_command(path: Path) -> Non
     comment = [line for line in path.read_text().splitlines()[:5] if line.startswith("#")]
     assert any(f"python -m pipelines.train configs/{path.name}" in line for line in comment)
     assert load(["data=x.yaml", str(path)]).epochs > 0
+
+
+def test_evaluation_has_options_of_its_own(in_tmp: Path) -> None:
+    given = ["weights=a.pt", "data=x", "conf=0.1", "workers=3", "graph.mode=off", "precision=fp32"]
+    config = load(given, EvaluateConfig)
+    assert (config.weights, config.eval.conf, config.cluster.workers) == ("a.pt", 0.1, 3)
+    assert (config.graph.mode, config.data.path) == ("off", str(in_tmp / "x"))
+    assert config.is_given("conf") and config.override({"imgsz": 96}).imgsz == 96
+    train = options_of(TrainConfig)
+    for name, option in options_of(EvaluateConfig).items():
+        assert name == "weights" or train[name].default == option.default
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("lr0=0.1", "'lr0' is an option of training that evaluation does not use: leave it out"),
+        ("optim.lr0=0.1", "'optim.lr0' is an option of training"),
+        ("optim={lr0: 0.1}", "'optim' is an option of training"),
+        ("resume=runs/train", "'resume' is an option of training"),
+        ("val_period=2", "'val_period' is an option of training"),
+        ("cluster.sync_bn=false", "'cluster.sync_bn' is an option of training"),
+        ("model=best.pt", "name the file with weights="),
+        ("batch=4", "eval.val_batch"),
+        ("wieghts=best.pt", "did you mean weights?"),
+        ("device=0", "is not an option: set cluster.workers"),
+        ("conf=2", "conf=2 is wrong"),
+    ],
+)
+def test_evaluation_refuses_what_it_does_not_use(argument: str, words: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(["data=x", argument], EvaluateConfig)
+    assert words in str(error.value) and argument.partition("=")[0] in str(error.value)
+
+
+def test_evaluation_names_the_line_of_a_training_option() -> None:
+    path = write("train.yaml", "data: x\nimgsz: 64\noptim:\n  lr0: 0.1\n")
+    with pytest.raises(UserError, match=r"train\.yaml line 3: 'optim' is an option of training"):
+        load([path], EvaluateConfig)

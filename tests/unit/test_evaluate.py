@@ -18,6 +18,7 @@ from yolo_ray.config.schema import EvalConfig
 from yolo_ray.data.records import Records
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import Detector, build_detector
+from yolo_ray.model.detect import decode
 from yolo_ray.train.evaluate import (
     EvalBatch,
     Gather,
@@ -27,6 +28,7 @@ from yolo_ray.train.evaluate import (
     rank_images,
     to_original,
 )
+from yolo_ray.train.graphed_eval import GraphedEval
 from yolo_ray.train.metrics import EvalResult
 
 IMGSZ = 64
@@ -311,3 +313,31 @@ def test_boxes_return_to_the_photo_as_ultralytics_does(imgsz: int) -> None:
         inside = rng.uniform(0, 1, (40, 4)) * np.tile([width, height], 2)
         there = inside * np.tile(scale, 2) + np.tile(padding, 2)
         np.testing.assert_allclose(to_original(there, height, width, imgsz), inside, atol=1e-3)
+
+
+def test_without_a_gpu_there_is_no_graph(detector: Detector) -> None:
+    records = easy_records(detector, 3)
+    expected = judge(detector, records, 0, 1, alone)
+    for mode in ("auto", "off"):
+        predict = GraphedEval(detector, nms=True, mode=mode, warn=pytest.fail)
+        batches = batches_of(np.arange(3))
+        result = evaluate(
+            detector, batches, records, imgsz=IMGSZ, options=OPTIONS, gather=alone, predict=predict
+        )
+        assert_same_bits(result, expected)
+        assert predict.reason == "there is no GPU" and result.replays == 0
+        predict.release()
+    with pytest.raises(UserError, match=r"graph\.mode=require needs a GPU"):
+        GraphedEval(detector, nms=True, mode="require")
+
+
+def test_a_pass_is_the_networks_own(detector: Detector) -> None:
+    """Pixels over 255, the wanted head, boxes in pixels: written out once more."""
+    images = next(batches_of(np.arange(4))).images
+    detector.eval()
+    boxes, scores = GraphedEval(detector, nms=True)(images)
+    with torch.inference_mode():
+        head = detector(images.float() / 255)[0]
+        wanted = decode(head, detector.strides, detector.reg_max, IMGSZ)
+    assert torch.equal(boxes, wanted[0]) and torch.equal(scores, wanted[1])
+    assert boxes.shape == (4, 84, 4) and scores.shape == (4, 84, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.local_run import LocalOptions, LocalRun
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.step.graph import GraphedStep
 from yolo_ray.train.checkpoint import list_checkpoints, load_newest, restore_state
 from yolo_ray.train.events import EventLog
 from yolo_ray.train.loop import SUMMARY_FILE, Run, fit
@@ -121,6 +123,18 @@ def test_a_whole_run(make: Callable[..., Case]) -> None:
     assert [path.name for path in kept] == ["step_000000004.pt", "step_000000006.pt"]
     best = torch.load(case.folder / "checkpoints" / "best.pt", weights_only=True)
     assert best["progress"]["step"] == 4 and best["progress"]["ended"] == 2
+
+
+def test_replays_stand_in_the_row_of_a_graphed_step(make: Callable[..., Case]) -> None:
+    case = make(0.1, 0.2, val_period=2)
+    run = case.build()
+    run.step = GraphedStep(case.step)  # eager here, as there is no GPU
+    run.evaluate = lambda: replace(judged(0.1), replays=7)
+    fit(run)
+    assert "graph/eval_replays" not in case.notes.rows[1], "not evaluated"
+    assert case.notes.rows[2]["graph/eval_replays"] == 7
+    assert case.notes.rows[2]["graph/replays"] == 0
+    assert "graph/eval_replays" not in run.progress.best_metrics
 
 
 def test_patience_counts_epochs_and_waits_for_an_evaluation(make: Callable[..., Case]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as pyplot
 import numpy as np
+import pytest
 from PIL import Image
 
 from yolo_ray.track.pictures import (
@@ -117,3 +119,21 @@ def test_pr_leaves_out_classes_without_truth(tmp_path: Path) -> None:
     draw_pr(Curves(confidence, f1[1:2], recall, precision[1:2]), ["b"], path)
     many = np.tile(f1[:1], (30, 1))
     draw_pr(Curves(confidence, many, recall, np.tile(precision[:1], (30, 1))), [], path)
+
+
+def test_signs_that_the_font_lacks_do_not_fill_the_log(tmp_path: Path) -> None:
+    line, ones = np.linspace(0, 1, 5), np.ones((2, 5))
+    names = [
+        "\u6a39\u6728",
+        "\ud83c\udf33\u30c6".encode("utf-16", "surrogatepass").decode("utf-16"),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_pr(Curves(line, ones, line, ones), names, tmp_path / "pr.png")
+        draw_grid(gray(1), [BOX], [np.array([0])], names, tmp_path / "grid.jpg")
+    assert (tmp_path / "pr.png").is_file() and (tmp_path / "grid.jpg").is_file()
+    plain = pyplot.figure()
+    plain.text(0.5, 0.5, names[0])
+    with pytest.warns(UserWarning, match=r"Glyph .* missing from"):  # what is kept quiet
+        plain.savefig(tmp_path / "plain.png")
+    pyplot.close(plain)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
 
-Config = TypeVar("Config", bound=TrainConfig)
 PROBE_BYTES = 2**20
 
 
-def absolute_paths(config: Config) -> Config:
+def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Workers run in other folders, on other nodes: every path they get is absolute."""
     project = Path(config.project).expanduser()
     if not project.is_absolute() and _inside_job():
@@ -37,6 +37,47 @@ def absolute_paths(config: Config) -> Config:
     if Path(config.model).expanduser().is_file():
         changes["model"] = str(Path(config.model).expanduser().resolve())
     return config.override(changes)
+
+
+def find_model(config: TrainConfig) -> str:
+    """What the detector is built from: ``model``, or what the resumed run kept if that file has gone.
+
+    A checkpoint holds every tensor; only the architecture is taken from here then.
+    """
+    if not config.resume or Path(config.model).is_file():
+        return config.model
+    folder = Path(config.resume)
+    kept = [_kept(folder, config.model)]
+    if Path(config.model).suffix.lower() == ".pt":
+        kept.append(folder / "weights" / "last.pt")
+    return next((str(path) for path in kept if path.is_file()), config.model)
+
+
+def keep_model(folder: Path, source: str) -> str:
+    """Copy a model's file into the run's folder, which all nodes see; what the workers build from.
+
+    A name that Ultralytics knows is returned as it is, like a file of the run itself.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    if not Path(source).is_file() or folder in Path(source).parents:
+        return source
+    kept = _kept(folder, source)
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        temporary = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
+        try:
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, kept)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return str(kept)
+
+
+def _kept(folder: Path, model: str) -> Path:
+    """The file keeps its name: Ultralytics reads the scale of a YAML model from it."""
+    return folder / "model" / Path(model).name
 
 
 def _inside_job() -> bool:

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -22,23 +22,30 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from yolo_ray.augment.images import build_transform
-from yolo_ray.cluster.folder import absolute_paths, check_writable, claimed, open_folder
+from yolo_ray.cluster.folder import (
+    absolute_paths,
+    check_writable,
+    claimed,
+    find_model,
+    keep_model,
+    open_folder,
+)
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
 from yolo_ray.cluster.probe import resolve_batch
-from yolo_ray.cluster.worker import (
-    FAILURE_FILE,
-    Job,
-    evaluate_worker,
-    find_user_error,
-    train_worker,
+from yolo_ray.cluster.sentences import (
+    data_sentence,
+    leak_sentence,
+    left_out_sentence,
+    loaded_sentence,
 )
+from yolo_ray.cluster.worker import FAILURE_FILE, EvaluateJob, Job, find_user_error, train_worker
 from yolo_ray.config.load import RUN_CONFIG, dump
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records, load_records
 from yolo_ray.data.sides import sides_of
 from yolo_ray.errors import StopRequested, UserError
-from yolo_ray.model.build import Detector, build_detector, load_detector
+from yolo_ray.model.build import Detector, build_detector
 from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.step.schedule import ResolvedOptim, resolve_optim
 from yolo_ray.train.checkpoint import check_resumable, disk_explained, load_newest
@@ -78,9 +85,8 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     config = absolute_paths(config)
     train_records, val_records = _load_data(config)
     config = resolve_batch(config, train_records)
-    detector = build_detector(
-        config.model, train_records.names, imgsz=config.imgsz, seed=config.seed
-    )
+    source = find_model(config)
+    detector = build_detector(source, train_records.names, imgsz=config.imgsz, seed=config.seed)
     freeze_layers(detector, config.freeze)
     sides = sides_of(config.imgsz, config.augment.multi_scale, max(detector.strides))
     plan = Plan(
@@ -93,32 +99,32 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
     placement = place(config.cluster)
-    _check_device(config, placement)
+    check_device(config, placement)
     folder = open_folder(config)
     sentences = [
-        placement.sentence(),
-        _loaded_sentence(config, detector.loaded),
-        _left_out_sentence(folder, train_records, val_records),
+        ("note", placement.sentence()),
+        ("note", loaded_sentence(config, detector, source)),
+        ("note", data_sentence(train_records, val_records)),
+        ("note", left_out_sentence(folder, train_records, val_records)),
+        ("warning", leak_sentence(train_records, val_records)),
     ]
     with claimed(folder):
-        return _train_in(folder, config, placement, plan, val_records, observer, sentences)
+        with disk_explained(folder):
+            model = keep_model(folder, source)
+        job = _build_job(config, folder, placement, plan, val_records, model)
+        return _train_in(job, plan, val_records.digest, observer, sentences)
 
 
 def _train_in(
-    folder: Path,
-    config: TrainConfig,
-    placement: Placement,
-    plan: Plan,
-    val: Records,
-    observer: Observer,
-    sentences: list[str],
+    job: Job, plan: Plan, val_digest: str, observer: Observer, sentences: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """The run itself, in a folder that is this driver's alone."""
+    """The run itself, in a folder that is this driver's alone; ``sentences``: kind and text."""
+    folder, config = job.folder, job.config
     for name in (FAILURE_FILE, STOP_FILE):
         (folder / name).unlink(missing_ok=True)
     with disk_explained(folder):
         dump(config, folder / RUN_CONFIG)
-    tags = {"data_digest": plan.records.digest, "val_digest": val.digest}
+    tags = {"data_digest": plan.records.digest, "val_digest": val_digest}
     try:
         tracker = observer.start(config, folder, plan.records.names, tags)
     except UserError:
@@ -126,12 +132,12 @@ def _train_in(
             shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
         raise
     with _ended_properly(observer, tracker, folder):
-        job = _build_job(config, folder, placement, plan, val, tracker)
+        job = replace(job, tracker=tracker)
         with observer.follow(folder), _stop_on_signals(folder):
-            for sentence in (*sentences, job.optim.reason):
+            for kind, sentence in (*sentences, ("note", job.optim.reason)):
                 if sentence:
-                    _say(folder, sentence)
-            finished = _run_workers(job, train_worker, config.cluster.max_failures)
+                    _say(folder, sentence, kind)
+            finished = run_workers(job, train_worker, config.cluster.max_failures)
         if not finished:
             raise StopRequested(f"stopped on request; go on with: resume={folder}")
         return _write_result(job, plan)
@@ -147,7 +153,7 @@ def _check_resume(config: TrainConfig, plan: Plan, detector: Detector) -> None:
         check_resumable(state, config, optimizer, plan.records.digest, shapes)
 
 
-def _check_device(config: TrainConfig, placement: Placement) -> None:
+def check_device(config: TrainConfig | EvaluateConfig, placement: Placement) -> None:
     """Refuse what only a GPU can do before anything is created."""
     for name, value in (("precision", config.precision), ("graph.mode", config.graph.mode)):
         if not placement.use_gpu and value in ("bf16", "fp16", "tf32", "require"):
@@ -157,74 +163,19 @@ def _check_device(config: TrainConfig, placement: Placement) -> None:
             )
 
 
-def _left_out_sentence(folder: Path, *splits: Records) -> str:
-    bad = [str(one) for records in splits for one in records.bad]
-    if not bad:
-        return ""
-    path = folder / "left_out.txt"
-    with disk_explained(folder):
-        path.write_text("".join(f"{line}\n" for line in bad))
-    return f"{len(bad)} bad photo(s) left out, the first is {bad[0]}; all are in {path}"
-
-
-def _loaded_sentence(config: TrainConfig, loaded: tuple[int, int]) -> str:
-    if not config.model.endswith(".pt"):
-        return ""
-    return f"{loaded[0]} of {loaded[1]} tensors loaded from {config.model}; the rest start from scratch"
-
-
-def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """The metrics of ``config.weights`` on the data's validation photos.
+def data_path(config: TrainConfig | EvaluateConfig) -> Path:
+    """The data.yaml that was given.
 
     Raises:
-        UserError: no such weights, other classes than the data's, or anything else wrong with the input.
+        UserError: none was.
     """
-    if config.weights is None:
-        raise UserError("no weights given: pass weights=runs/NAME/weights/best.pt")
-    weights = str(Path(config.weights).expanduser().resolve())
-    detector = load_detector(weights)
-    if detector.trained_imgsz and not config.is_given("imgsz"):
-        config = config.override({"imgsz": detector.trained_imgsz})
-    stride = max(detector.strides)
-    if config.imgsz % stride:
-        raise UserError(
-            f"imgsz={config.imgsz} is not a multiple of the model's stride {stride}: "
-            f"use imgsz={-(-config.imgsz // stride) * stride}"
-        )
-    config = absolute_paths(config)
-    val = load_records(_data_path(config), "val", max_bad=config.data.max_bad)
-    if tuple(detector.names) != val.names:
-        raise UserError(
-            f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "
-            "evaluate with the data.yaml it was trained on"
-        )
-    connect(config.cluster.address)
-    placement = place(config.cluster)
-    optim = resolve_optim(config.optim, frozenset(), total_steps=1, num_classes=len(val.names))
-    with tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder:
-        job = Job(
-            config=config, folder=Path(folder), placement=placement, optim=optim, tracker=NullTracker(),
-            plan=ray.put(None), val=ray.put(val), names=val.names, data_digest=val.digest, weights=weights,
-        )  # fmt: skip
-        metrics = _run_workers(job, evaluate_worker, 0)
-    named = {name.removeprefix("val/"): value for name, value in metrics.items()}
-    return {
-        "weights": weights,
-        "imgsz": config.imgsz,
-        "photos": len(val),
-        "left_out": len(val.bad),
-        **named,
-    }
-
-
-def _data_path(config: TrainConfig) -> Path:
     if config.data.path is None:
         raise UserError("no data given: pass data=path/to/data.yaml")
     return Path(config.data.path)
 
 
 def _load_data(config: TrainConfig) -> tuple[Records, Records]:
-    path = _data_path(config)
+    path = data_path(config)
     train_records = load_records(path, "train", max_bad=config.data.max_bad)
     val_records = load_records(path, "val", max_bad=config.data.max_bad)
     if len(train_records) < config.cluster.workers:
@@ -251,15 +202,18 @@ def _build_job(
     placement: Placement,
     plan: Plan,
     val: Records,
-    tracker: Tracker,
+    model: str,
 ) -> Job:
     return Job(
-        config=config, folder=folder, placement=placement, optim=_optim_of(config, plan), tracker=tracker,
+        config=config, folder=folder, placement=placement, optim=_optim_of(config, plan),
+        tracker=NullTracker(), model=model,
         plan=ray.put(plan), val=ray.put(val), names=plan.records.names, data_digest=plan.records.digest,
     )  # fmt: skip
 
 
-def _run_workers(job: Job, entry: Callable[[dict[str, Any]], Any], max_failures: int) -> Any:
+def run_workers(
+    job: Job | EvaluateJob, entry: Callable[[dict[str, Any]], Any], max_failures: int
+) -> Any:
     """Run ``entry`` on every worker through the failures allowed; what it returned on rank 0."""
     placement, storage = job.placement, job.folder / "ray"
     trainer = TorchTrainer(
@@ -310,7 +264,7 @@ def _fit_in_thread(trainer: TorchTrainer) -> ray.train.Result:
     return outcome.result()
 
 
-def _explained(job: Job, error: Exception) -> Exception:
+def _explained(job: Job | EvaluateJob, error: Exception) -> Exception:
     """The reason that the first failed worker gave, as the user's mistake or as a failure with its log."""
     failure = job.folder / FAILURE_FILE
     if failure.exists():
@@ -326,7 +280,7 @@ def _explained(job: Job, error: Exception) -> Exception:
     )
 
 
-def _logs(job: Job) -> str:
+def _logs(job: Job | EvaluateJob) -> str:
     return (
         f"see {job.folder / 'logs'}; the last checkpoint is intact, go on with resume={job.folder}"
     )
@@ -378,8 +332,8 @@ def _stop_on_signals(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _say(folder: Path, text: str) -> None:
-    EventLog(folder / "events.jsonl").write("note", text=text)
+def _say(folder: Path, text: str, kind: str = "note") -> None:
+    EventLog(folder / "events.jsonl").write(kind, text=text)
 
 
 def _write_result(job: Job, plan: Plan) -> dict[str, Any]:

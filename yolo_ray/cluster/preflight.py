@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from yolo_ray.config.schema import ClusterConfig
+from yolo_ray.config.schema import WorkersConfig
 from yolo_ray.data.pipeline import StreamLimits
 from yolo_ray.errors import UserError
 
@@ -102,7 +102,7 @@ def _carried_env() -> dict[str, str]:
     return {name: os.environ[name] for name in ("MLFLOW_TRACKING_TOKEN",) if name in os.environ}
 
 
-def place(cluster: ClusterConfig) -> Placement:
+def place(cluster: WorkersConfig) -> Placement:
     """Share the cluster's CPUs and GPUs between workers and photo reading.
 
     Raises:
@@ -122,7 +122,7 @@ def place(cluster: ClusterConfig) -> Placement:
     return placement
 
 
-def place_on(nodes: list[dict[str, float]], cluster: ClusterConfig) -> Placement:
+def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig) -> Placement:
     """``place`` for given node resources: a pure function."""
     workers, use_gpu = cluster.workers, _uses_gpu(nodes, cluster)
     shares = _shares(nodes, cluster, workers, use_gpu)
@@ -138,7 +138,7 @@ def place_on(nodes: list[dict[str, float]], cluster: ClusterConfig) -> Placement
     )
 
 
-def _uses_gpu(nodes: list[dict[str, float]], cluster: ClusterConfig) -> bool:
+def _uses_gpu(nodes: list[dict[str, float]], cluster: WorkersConfig) -> bool:
     workers, total_gpus = cluster.workers, sum(int(node.get("GPU", 0.0)) for node in nodes)
     if cluster.gpu == "auto":
         return total_gpus >= workers
@@ -153,7 +153,7 @@ def _uses_gpu(nodes: list[dict[str, float]], cluster: ClusterConfig) -> bool:
 
 
 def _shares(
-    nodes: list[dict[str, float]], cluster: ClusterConfig, workers: int, use_gpu: bool
+    nodes: list[dict[str, float]], cluster: WorkersConfig, workers: int, use_gpu: bool
 ) -> tuple[float, float] | None:
     """CPUs of one worker and of all photo reading; None if they do not fit.
 
@@ -179,7 +179,7 @@ def _shares(
     return None
 
 
-def _least(cluster: ClusterConfig) -> tuple[float, float]:
+def _least(cluster: WorkersConfig) -> tuple[float, float]:
     """The fewest CPUs of one worker and of all photo reading that the options allow."""
     cpus = MIN_WORKER_CPUS if cluster.cpus_per_worker == "auto" else cluster.cpus_per_worker
     return cpus, MIN_DATA_CPUS if cluster.data_cpus == "auto" else cluster.data_cpus
@@ -194,7 +194,7 @@ def _fitting(nodes: list[dict[str, float]], cpus: float, use_gpu: bool) -> int:
     return sum(min(count) if use_gpu else count[0] for count in counts)
 
 
-def _missing(nodes: list[dict[str, float]], cluster: ClusterConfig, use_gpu: bool) -> str:
+def _missing(nodes: list[dict[str, float]], cluster: WorkersConfig, use_gpu: bool) -> str:
     """Why the workers do not fit, and what would."""
     workers, (cpus, data_cpus) = cluster.workers, _least(cluster)
     total = sum(node.get("CPU", 0.0) for node in nodes)

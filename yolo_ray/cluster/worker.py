@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from yolo_ray.cluster.preflight import Placement
 from yolo_ray.config.load import RUN_CONFIG
-from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import eval_photos, train_photos
 from yolo_ray.data.plan import Plan, slots_of
@@ -38,6 +38,7 @@ from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
 from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, rank_images
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
+from yolo_ray.train.graphed_eval import GraphedEval
 from yolo_ray.train.loop import Run, fit
 from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import NullTracker, Tracker
@@ -50,7 +51,7 @@ MIN_COMPILED_STEPS = 1000
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver sends every worker."""
+    """What the driver sends every training worker; ``model``: what the detector is built from."""
 
     config: TrainConfig
     folder: Path
@@ -61,7 +62,18 @@ class Job:
     val: ray.ObjectRef
     names: tuple[str, ...]
     data_digest: str
-    weights: str | None = None  # evaluation of a file instead of training
+    model: str
+
+
+@dataclass(frozen=True)
+class EvaluateJob:
+    """What the driver sends every worker that evaluates a file."""
+
+    config: EvaluateConfig
+    folder: Path
+    placement: Placement
+    val: ray.ObjectRef
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -95,17 +107,17 @@ class Here:
 def train_worker(settings: dict[str, Any]) -> bool | None:
     """Entry of a training worker: True when the run has come to its end, None when it was asked to stop."""
     job: Job = settings["job"]
-    return _guarded(job, partial(_train, job))
+    return _guarded(job, partial(_train, job), job.config.seed)
 
 
 def evaluate_worker(settings: dict[str, Any]) -> dict[str, float] | None:
     """Entry of an evaluation worker; Ray Train hands rank 0's metrics to the driver."""
-    job: Job = settings["job"]
-    return _guarded(job, partial(_evaluate_file, job))
+    job: EvaluateJob = settings["job"]
+    return _guarded(job, partial(_evaluate_file, job), 0)
 
 
-def _guarded(job: Job, work: Callable[[Here], T]) -> T | None:
-    here = _start(job)
+def _guarded(job: Job | EvaluateJob, work: Callable[[Here], T], seed: int) -> T | None:
+    here = _start(job.placement, seed)
     if (job.folder / FAILURE_FILE).exists():
         return None  # a restart after a user's mistake: nothing would change, the driver reads the reason
     try:
@@ -142,16 +154,15 @@ def find_user_error(error: BaseException | None) -> UserError | None:
     return None
 
 
-def _start(job: Job) -> Here:
+def _start(placement: Placement, seed: int) -> Here:
     context = ray.train.get_context()
-    torch.set_num_threads(job.placement.threads)
-    seed = job.config.seed
+    torch.set_num_threads(placement.threads)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     device = (
         torch.device("cuda", torch.cuda.current_device())
-        if job.placement.use_gpu
+        if placement.use_gpu
         else torch.device("cpu")
     )
     return Here(context.get_world_rank(), context.get_world_size(), device)
@@ -162,7 +173,7 @@ def _train(job: Job, here: Here) -> bool:
     _check_shared(job.folder)
     plan: Plan = ray.get(job.plan)
     events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
-    detector = build_detector(config.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
+    detector = build_detector(job.model, job.names, imgsz=config.imgsz, seed=config.seed).to(
         here.device
     )
     freeze_layers(detector, config.freeze)
@@ -181,15 +192,20 @@ def _train(job: Job, here: Here) -> bool:
     tracker = job.tracker if here.rank == 0 else NullTracker()
     tracker.warn = lambda text: events.write("warning", text=text)
     val: Records = ray.get(job.val)
+    predict = GraphedEval(
+        detector, nms=config.eval.nms, mode=config.graph.mode,
+        warn=lambda text: events.write("warning", text=text),
+    )  # fmt: skip
     run = Run(
         config=config, folder=job.folder, detector=detector, step=step, schedule=schedule,
-        feed=_build_feed(job, plan, here), evaluate=_build_evaluate(job, detector, here), val=val, reduce=here.reduce,
+        feed=_build_feed(job, plan, here), evaluate=_build_evaluate(job, predict, here), val=val, reduce=here.reduce,
         report=ray.train.report, tracker=tracker, events=events, rank=here.rank,
         workers=here.workers, data_digest=job.data_digest, progress=progress,
     )  # fmt: skip
     try:
         fit(run)
     finally:
+        predict.release()
         step.release()  # graphs must be gone before the process group is, or NCCL hangs
         tracker.close()
     return True
@@ -261,7 +277,9 @@ def _train_source(job: Job, slots: range, steps: range) -> Iterator[Any]:
     return train_photos(job.plan, slots, steps, option, job.placement.data)
 
 
-def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], EvalResult]:
+def _build_evaluate(
+    job: Job | EvaluateJob, predict: GraphedEval, here: Here
+) -> Callable[[], EvalResult]:
     records: Records = ray.get(job.val)
     ids = rank_images(len(records), here.rank, here.workers)
     cached: list[EvalBatch] = []
@@ -277,26 +295,30 @@ def _build_evaluate(job: Job, detector: Detector, here: Here) -> Callable[[], Ev
             imgsz=job.config.imgsz, batch=job.config.eval.val_batch, limits=job.placement.data,
         )  # fmt: skip
         for photo_ids, photos in stream:
-            batch = eval_batch(photo_ids, photos)
+            batch = eval_batch(photo_ids, photos, pinned=here.device.type == "cuda")
             if fits:
                 cached.append(batch)
             yield batch
 
     return lambda: evaluate(
-        detector,
+        predict.detector,
         batches(),
         records,
         imgsz=job.config.imgsz,
         options=job.config.eval,
         gather=here.gather,
+        predict=predict,
     )
 
 
-def _evaluate_file(job: Job, here: Here) -> dict[str, float]:
-    assert job.weights is not None
+def _evaluate_file(job: EvaluateJob, here: Here) -> dict[str, float]:
     precision = resolve_precision(
         job.config.precision, here.device
     )  # the kernels of training's evaluations
     set_kernels(precision, deterministic=job.config.deterministic)
     detector = load_detector(job.weights).to(here.device)
-    return _build_evaluate(job, detector, here)().metrics
+    predict = GraphedEval(detector, nms=job.config.eval.nms, mode=job.config.graph.mode)
+    try:
+        return _build_evaluate(job, predict, here)().metrics
+    finally:
+        predict.release()

@@ -11,13 +11,18 @@ import yaml
 
 from yolo_ray.config.document import Setting, parse_setting, read_settings
 from yolo_ray.config.options import RECORD, build, find_option, options_of, sections_of
-from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.schema import Configuration, EvaluateConfig, TrainConfig
 from yolo_ray.errors import UserError
 
-Config = TypeVar("Config", bound=TrainConfig)
+Config = TypeVar("Config", TrainConfig, EvaluateConfig)
 
 RUN_CONFIG = "config.yaml"  # the record of a run, in its folder
 _YAML = (".yaml", ".yml")
+# What evaluation has in the place of an option of training.
+_INSTEAD = {
+    "model": "name the file with weights=",
+    "batch": "the photos a worker evaluates at once are eval.val_batch",
+}
 _NULLS = ("", "~", "null", "Null", "NULL", "none", "None")
 
 
@@ -47,14 +52,14 @@ def load(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
     return config
 
 
-def dump(config: TrainConfig, path: Path) -> None:
+def dump(config: Configuration, path: Path) -> None:
     """Write every option and which ones the user gave: ``load([path])`` gives an equal config."""
     path.write_text(
         yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
     )
 
 
-def default_yaml(schema: type[TrainConfig] = TrainConfig) -> str:
+def default_yaml(schema: type[Configuration] = TrainConfig) -> str:
     """The text of configs/default.yaml: every option, commented out, with its description."""
     lines = [
         "# Every option with its default. Uncomment what you change; what stays commented is left",
@@ -116,6 +121,8 @@ class _Merge(Generic[Config]):
         return build(self.schema, self.values | {RECORD: tuple(sorted(self.given))}, self.places)
 
     def _put(self, setting: Setting, folder: Path) -> str:
+        if self.schema is EvaluateConfig:
+            _refuse_training_option(setting)
         is_data = setting.key == "data" and setting.text is not None
         option = find_option(self.schema, "data.path" if is_data else setting.key, setting.place)
         value = setting.value
@@ -141,6 +148,21 @@ def _record_of(folder: Path) -> list[Setting]:
             f"resume={folder} is not the folder of a run (no {RUN_CONFIG} in it); pass runs/NAME"
         )
     return read_settings(path, sections_of(TrainConfig))
+
+
+def _refuse_training_option(setting: Setting) -> None:
+    """An option, or a section, that training has and evaluation has no use for."""
+    key = setting.key
+
+    def is_known(schema: type[Configuration]) -> bool:
+        options = options_of(schema).values()
+        return key in sections_of(schema) or any(key in (o.name, o.leaf) for o in options)
+
+    if is_known(TrainConfig) and not is_known(EvaluateConfig):
+        remedy = _INSTEAD.get(key, "leave it out")
+        raise UserError(
+            f"{setting.place}: {key!r} is an option of training that evaluation does not use: {remedy}"
+        )
 
 
 def _refuse_data_file(setting: Setting, path: Path) -> None:

@@ -26,6 +26,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(min_length=1)]
+Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Layer = Annotated[int, Field(ge=0, strict=True)]  # strict: [true] is no layer
 AUTO_BATCH = 0  # what ``batch=auto`` is until a GPU was measured
 
@@ -49,7 +50,7 @@ class Section(BaseModel):
         return value
 
 
-class DataConfig(Section):
+class PhotosConfig(Section):
     """Where the photos are and how strict their check is; ``data=x.yaml`` sets ``data.path``."""
 
     path: str | None = Field(
@@ -58,6 +59,11 @@ class DataConfig(Section):
     max_bad: Fraction = Field(
         default=0.01, description="refuse a split with a larger share of bad photos"
     )
+
+
+class DataConfig(PhotosConfig):
+    """Training's photos."""
+
     log_samples: bool = Field(
         default=False, description="write the photo ids of every step to samples/rank_<r>.csv"
     )
@@ -146,7 +152,7 @@ class AugmentConfig(Section):
     )
 
 
-class EvalConfig(Section):
+class JudgeConfig(Section):
     """Evaluation protocol (Ultralytics' validation)."""
 
     conf: Fraction = Field(default=0.001, description="detections with a lower score are left out")
@@ -155,24 +161,29 @@ class EvalConfig(Section):
         default=300, description="detections kept per photo"
     )
     nms: bool = Field(default=True, description="false: the NMS-free head of YOLOv10 and YOLO26")
-    val: bool = Field(default=True, description="evaluate while training")
-    val_period: Annotated[int, Field(ge=1)] = Field(
-        default=1, description="evaluate every that many epochs"
-    )
     val_batch: Annotated[int, Field(ge=1)] = Field(
         default=16, description="images a worker evaluates at once"
     )
 
 
-class ClusterConfig(Section):
-    """How many workers, with what, and how failures are met."""
+class EvalConfig(JudgeConfig):
+    """The protocol, and when training evaluates."""
+
+    val: bool = Field(default=True, description="evaluate while training")
+    val_period: Annotated[int, Field(ge=1)] = Field(
+        default=1, description="evaluate every that many epochs"
+    )
+
+
+class WorkersConfig(Section):
+    """How many workers, with what."""
 
     workers: Annotated[int, Field(ge=1)] = Field(
         default=1,
-        description="training processes, one a GPU; not the loader threads of Ultralytics",
+        description="processes, one a GPU; not the loader threads of Ultralytics",
     )
     gpu: bool | Literal["auto"] = Field(
-        default="auto", description="train on GPUs; auto: if the cluster has enough"
+        default="auto", description="work on GPUs; auto: if the cluster has enough"
     )
     cpus_per_worker: Positive | Literal["auto"] = Field(
         default="auto", description="CPUs that one worker holds"
@@ -183,19 +194,29 @@ class ClusterConfig(Section):
     address: str | None = Field(
         default=None, description="a running Ray cluster; none: the one at hand or a local one"
     )
+
+
+class ClusterConfig(WorkersConfig):
+    """Training's workers, and how failures are met."""
+
     max_failures: Annotated[int, Field(ge=0)] = Field(
         default=3, description="worker deaths survived"
     )
     sync_bn: bool = Field(default=True, description="batch statistics over all workers")
 
 
-class GraphConfig(Section):
-    """The training step as one CUDA graph."""
+class ReplayConfig(Section):
+    """The work on a GPU as a CUDA graph."""
 
     mode: Literal["auto", "require", "off"] = Field(
         default="auto",
         description="auto: on a GPU, without a graph where that fails; require: refuse then",
     )
+
+
+class GraphConfig(ReplayConfig):
+    """The training step, and the evaluation's forward pass, as one CUDA graph each."""
+
     compile: Literal["off", "model", "step"] = Field(
         default="off",
         description="torch.compile inside the graph, of the model or of loss and optimizer too; costs minutes",
@@ -221,74 +242,12 @@ class MlflowConfig(Section):
     )
 
 
-class TrainConfig(Section):
-    """Everything one training run depends on."""
-
-    model: Name = Field(
-        default="yolo11n.yaml",
-        description="an Ultralytics detection YAML, or a .pt file to start from",
-    )
-    epochs: Annotated[int, Field(ge=1)] = Field(
-        default=100, description="times that every photo is seen"
-    )
-    batch: Annotated[int, BeforeValidator(_batch_number), Field(ge=0)] = Field(
-        default=16,
-        description="photos of one step over ALL workers; auto (or -1): as many as the GPUs hold",
-    )
-    imgsz: Annotated[int, Field(ge=32)] = Field(
-        default=640, description="side of the square photos in pixels, a multiple of the stride"
-    )
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
-        default=0, description="seed of every random number"
-    )
-    micro_batch: Annotated[int, Field(ge=1)] | None = Field(
-        default=None,
-        description="photos of a worker that go through the network at once, to save memory; null: all",
-    )
-    precision: Literal["auto", "bf16", "fp16", "tf32", "fp32"] = Field(
-        default="auto",
-        description="of products and activations, weights are float32; auto: bf16 or fp16 on GPUs",
-    )
-    freeze: Layer | tuple[Layer, ...] | None = Field(
-        default=None,
-        description="layers that are not trained: the first so many, or a list of indices such as [0, 1, 5]",
-    )
-    patience: Annotated[int, Field(ge=0)] = Field(
-        default=100, description="epochs without gain; 0: never stop"
-    )
-    deterministic: bool = Field(default=True, description="deterministic kernels only")
-    project: Name = Field(default="runs", description="folder of all runs")
-    name: Name = Field(
-        default="train",
-        description="folder of the run under project; a number is appended if it exists",
-    )
-    resume: str | None = Field(default=None, description="a run folder to go on with")
-    log_steps: Annotated[int, Field(ge=1)] = Field(
-        default=10, description="steps between two progress lines"
-    )
+class Configuration(Section):
+    """Everything one pipeline depends on, and which of it the user gave."""
 
     explicit: tuple[str, ...] = Field(
         default=(), description="the options that the user gave, dotted and sorted"
     )
-
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    loss: LossConfig = LossConfig()
-    augment: AugmentConfig = AugmentConfig()
-    eval: EvalConfig = EvalConfig()
-    cluster: ClusterConfig = ClusterConfig()
-    graph: GraphConfig = GraphConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    mlflow: MlflowConfig = MlflowConfig()
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        if AUTO_BATCH != self.batch < self.cluster.workers:
-            raise ValueError(
-                f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
-                "so a worker would have no photo; raise batch or lower cluster.workers"
-            )
-        return self
 
     def override(self, changes: Mapping[str, Any]) -> Self:
         """A new configuration with those options (dotted or bare) changed, validated again.
@@ -318,7 +277,87 @@ class TrainConfig(Section):
         }
 
 
-class EvaluateConfig(TrainConfig):
-    """What one evaluation depends on: the weights, the data and the protocol."""
+class TrainConfig(Configuration):
+    """Everything one training run depends on."""
+
+    model: Name = Field(
+        default="yolo11n.yaml",
+        description="an Ultralytics detection YAML, or a .pt file to start from",
+    )
+    epochs: Annotated[int, Field(ge=1)] = Field(
+        default=100, description="times that every photo is seen"
+    )
+    batch: Annotated[int, BeforeValidator(_batch_number), Field(ge=0)] = Field(
+        default=16,
+        description="photos of one step over ALL workers; auto (or -1): as many as the GPUs hold",
+    )
+    imgsz: Annotated[int, Field(ge=32)] = Field(
+        default=640, description="side of the square photos in pixels, a multiple of the stride"
+    )
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = Field(
+        default=0, description="seed of every random number"
+    )
+    micro_batch: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="photos of a worker that go through the network at once, to save memory; null: all",
+    )
+    precision: Precision = Field(
+        default="auto",
+        description="of products and activations, weights are float32; auto: bf16 or fp16 on GPUs",
+    )
+    freeze: Layer | tuple[Layer, ...] | None = Field(
+        default=None,
+        description="layers that are not trained: the first so many, or a list of indices such as [0, 1, 5]",
+    )
+    patience: Annotated[int, Field(ge=0)] = Field(
+        default=100, description="epochs without gain; 0: never stop"
+    )
+    deterministic: bool = Field(default=True, description="deterministic kernels only")
+    project: Name = Field(default="runs", description="folder of all runs")
+    name: Name = Field(
+        default="train",
+        description="folder of the run under project; a number is appended if it exists",
+    )
+    resume: str | None = Field(default=None, description="a run folder to go on with")
+    log_steps: Annotated[int, Field(ge=1)] = Field(
+        default=10, description="steps between two progress lines"
+    )
+
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    augment: AugmentConfig = AugmentConfig()
+    eval: EvalConfig = EvalConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    graph: GraphConfig = GraphConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        if AUTO_BATCH != self.batch < self.cluster.workers:
+            raise ValueError(
+                f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
+                "so a worker would have no photo; raise batch or lower cluster.workers"
+            )
+        return self
+
+
+class EvaluateConfig(Configuration):
+    """What one evaluation depends on: the weights, the data, the protocol and the workers."""
 
     weights: str | None = Field(default=None, description="the .pt file to evaluate")
+    imgsz: Annotated[int, Field(ge=32)] = Field(
+        default=640,
+        description="side of the square photos in pixels; unless given, what the weights were trained with",
+    )
+    precision: Precision = Field(
+        default="auto",
+        description="as training evaluates with it: weights are float32, fp32 forbids TF32 products",
+    )
+    deterministic: bool = Field(default=True, description="deterministic kernels only")
+
+    data: PhotosConfig = PhotosConfig()
+    eval: JudgeConfig = JudgeConfig()
+    cluster: WorkersConfig = WorkersConfig()
+    graph: ReplayConfig = ReplayConfig()

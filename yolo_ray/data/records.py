@@ -50,7 +50,8 @@ class Records:
     paths [N] str, absolute; sizes [N,2] int32 (height, width) px as decoded; offsets [N+1] int64;
     boxes [M,4] float32 xyxy fractions inside [0,1]; classes [M] int32; names by class id; digest:
     sha256 of all that (paths relative) and the file sizes; bad: photos left out; counts: what was
-    noticed, namely background (no label file), duplicates and clipped (boxes).
+    noticed, namely background (no label file), duplicates and clipped (boxes); num_bytes [N] int64:
+    the file sizes.
     """
 
     paths: np.ndarray
@@ -62,10 +63,16 @@ class Records:
     digest: str
     bad: tuple[BadRecord, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    num_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def __len__(self) -> int:
         """Number of photos."""
         return len(self.paths)
+
+    @property
+    def num_empty(self) -> int:
+        """Photos without a box (background), with a label file or without."""
+        return int((np.diff(self.offsets) == 0).sum())
 
     def boxes_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Boxes [n,4] and classes [n] of one photo (views)."""
@@ -182,6 +189,7 @@ def _flatten(data: DataYaml, good: Sequence[_Judged], bad: tuple[BadRecord, ...]
         digest=_digest(data, good, arrays),
         bad=bad,
         counts=counts,
+        num_bytes=np.array([one.size_bytes for one in good], np.int64),
     )
 
 

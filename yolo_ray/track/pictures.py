@@ -6,6 +6,7 @@ Nothing here touches matplotlib's global state: figures are objects, drawn by th
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -309,7 +310,10 @@ def _figure(width: float, height: float) -> Figure:
 
 def _save_figure(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    with warnings.catch_warnings():
+        # A class name in Chinese, say: boxes in its place are seen, a warning for each sign helps nobody.
+        warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
+        figure.savefig(path)
 
 
 def _style(axes: Axes, title: str, x: str, y: str) -> None:

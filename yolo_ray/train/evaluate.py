@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from yolo_ray.config.schema import EvalConfig
+from yolo_ray.config.schema import JudgeConfig
 from yolo_ray.data.geometry import resized_extents
 from yolo_ray.data.records import Records
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import Detector
-from yolo_ray.model.detect import decode, detect_nms, detect_one_to_one
+from yolo_ray.model.detect import detect_nms, detect_one_to_one
+from yolo_ray.train.graphed_eval import GraphedEval
 from yolo_ray.train.metrics import (
     Detections,
     EvalResult,
@@ -48,9 +49,15 @@ def rank_images(num_images: int, rank: int, world: int) -> np.ndarray:
     return np.arange(rank, num_images, world, dtype=np.int64)
 
 
-def eval_batch(ids: np.ndarray, photos: np.ndarray) -> EvalBatch:
-    """An EvalBatch of record indices [b] (-1: padding) and letterboxed photos uint8 [b,S,S,3]."""
-    images = torch.from_numpy(np.ascontiguousarray(photos.transpose(0, 3, 1, 2)))
+def eval_batch(ids: np.ndarray, photos: np.ndarray, *, pinned: bool = False) -> EvalBatch:
+    """An EvalBatch of record indices [b] (-1: padding) and letterboxed photos uint8 [b,S,S,3].
+
+    ``pinned``: for a GPU, channels last as they come, in memory that uploads without a wait.
+    """
+    if pinned:
+        images = torch.from_numpy(np.ascontiguousarray(photos)).pin_memory().permute(0, 3, 1, 2)
+    else:
+        images = torch.from_numpy(np.ascontiguousarray(photos.transpose(0, 3, 1, 2)))
     return EvalBatch(images, torch.from_numpy(ids.astype(np.int64)))
 
 
@@ -81,31 +88,35 @@ def evaluate(
     records: Records,
     *,
     imgsz: int,
-    options: EvalConfig,
+    options: JudgeConfig,
     gather: Gather,
+    predict: GraphedEval | None = None,
 ) -> EvalResult:
     """Judge the detector on ``records``; a collective call that every rank makes exactly once.
 
     ``batches`` are this rank's photos (``rank_images``), possibly none. One ``gather`` joins the
     detections of all ranks; every rank then computes the metrics from the same arrays, so no rank
     waits for another's arithmetic. The detector runs in evaluation mode without gradients on the
-    device of its parameters, and leaves with the modes it came with.
+    device of its parameters, and leaves with the modes it came with. ``predict`` is its forward
+    pass; without one it runs eagerly.
 
     Raises UserError when classes of model and data differ in number, or ``nms=false`` is asked of
     a model without an NMS-free head.
     """
     _check(detector, records, options)
-    seen, found = _detect_all(detector, batches, records, imgsz, options)
+    if predict is None:
+        predict = GraphedEval(detector, nms=options.nms, mode="off")
+    seen, found = _detect_all(predict, batches, records, imgsz, options)
     parts = cast(list[tuple[np.ndarray, Detections]], gather((seen, found)))
     judged = np.sort(np.concatenate([part[0] for part in parts]))
     assert np.array_equal(judged, np.arange(len(records))), "every photo is evaluated exactly once"
     detections = join_detections([part[1] for part in parts])
     result = evaluate_detections(records, detections, records.names, options.max_det)
     samples = [_sample(detections, records, i) for i in range(min(SAMPLES, len(records)))]
-    return replace(result, nms=options.nms, samples=samples)
+    return replace(result, nms=options.nms, samples=samples, replays=predict.replays)
 
 
-def _check(detector: Detector, records: Records, options: EvalConfig) -> None:
+def _check(detector: Detector, records: Records, options: JudgeConfig) -> None:
     if detector.num_classes != len(records.names):
         raise UserError(
             f"the model knows {detector.num_classes} classes and the data names "
@@ -119,18 +130,18 @@ def _check(detector: Detector, records: Records, options: EvalConfig) -> None:
 
 
 def _detect_all(
-    detector: Detector,
+    predict: GraphedEval,
     batches: Iterable[EvalBatch],
     records: Records,
     imgsz: int,
-    options: EvalConfig,
+    options: JudgeConfig,
 ) -> tuple[np.ndarray, Detections]:
     """Ids of this rank's photos [n] and their detections in original pixels."""
     ids, rows, counts = [], [], []
-    with _evaluating(detector), torch.inference_mode():
+    with _evaluating(predict.detector), torch.inference_mode():
         for batch in batches:
             assert batch.images.shape[-1] == imgsz, "batches are letterboxed to imgsz"
-            outputs = _detect(detector, batch.images, options)
+            outputs = _detect(predict, batch.images, options)
             for image_id, output in zip(batch.ids.tolist(), outputs, strict=True):
                 if image_id == PADDING_ID:
                     continue
@@ -145,26 +156,22 @@ def _detect_all(
     return seen, Detections(image_ids, flat[:, :4], flat[:, 4], flat[:, 5].astype(np.int64))
 
 
-def _detect(detector: Detector, images: Tensor, options: EvalConfig) -> list[np.ndarray]:
+def _detect(predict: GraphedEval, images: Tensor, options: JudgeConfig) -> list[np.ndarray]:
     """float32 [k,6] of every row of a batch: xyxy px of the square, score, class.
 
     On a CPU the photos go through one at a time: its kernels round the last bit differently by a
     photo's place in the batch, and the place depends on the number of ranks.
     """
-    first = next(detector.parameters())
     outputs: list[np.ndarray] = []
-    for part in images.split(1 if first.device.type == "cpu" else len(images)):
-        pixels = part.to(first.device, non_blocking=True).to(first.dtype) / 255
-        heads = detector(pixels)
-        head = heads[0] if options.nms else heads[-1]
-        boxes, scores = decode(head, detector.strides, detector.reg_max, images.shape[-1])
+    for part in images.split(1 if predict.device.type == "cpu" else len(images)):
+        boxes, scores = predict(part)
         if options.nms:
             kept = detect_nms(
                 boxes, scores, conf=options.conf, iou=options.iou, max_det=options.max_det
             )
         else:
             kept = detect_one_to_one(boxes, scores, conf=options.conf, max_det=options.max_det)
-        outputs += [rows.cpu().numpy() for rows in kept]
+        outputs += [rows.numpy() for rows in kept]
     return outputs
 
 

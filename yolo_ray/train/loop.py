@@ -229,12 +229,15 @@ class _Loop:
         row = self._row(step)
         if isinstance(run.step, GraphedStep):
             row |= {"graph/captures": run.step.captures, "graph/replays": run.step.replays}
-        metrics = self._evaluate(epoch) if self._evaluates(epoch) else None
-        row |= metrics or {}
+        result = self._evaluate(epoch) if self._evaluates(epoch) else None
+        if result is not None:
+            row |= result.metrics
+            if isinstance(run.step, GraphedStep):
+                row["graph/eval_replays"] = result.replays
         row["time/epoch_s"] = time.perf_counter() - self.epoch_begin
         run.progress.ended = epoch + 1
         run.tracker.row(row, epoch=epoch + 1)
-        is_best = metrics is not None and run.progress.best_epoch == epoch
+        is_best = result is not None and run.progress.best_epoch == epoch
         if run.rank == 0:
             self._save_weights(epoch, is_best=is_best)
         self._checkpoint(is_best=is_best)
@@ -244,7 +247,7 @@ class _Loop:
         options, last = self.run.config.eval, epoch + 1 == self.run.schedule.epochs
         return last or (options.val and (epoch + 1) % options.val_period == 0)
 
-    def _evaluate(self, epoch: int) -> dict[str, float]:
+    def _evaluate(self, epoch: int) -> EvalResult:
         run = self.run
         average_buffers(run)
         with ema_weights(run.step):
@@ -257,7 +260,7 @@ class _Loop:
                 with disk_explained(run.folder):
                     save_evaluation(run.folder / EVALUATION_FILE, result, run.val)
         run.events.write("val", epoch=epoch + 1, **metrics)
-        return metrics
+        return result
 
     def write_summary(self) -> None:
         """What the driver makes result.json of."""

@@ -88,6 +88,7 @@ class EvalResult:
     num_detections: int
     nms: bool = True  # False: the NMS-free head was judged
     samples: list[Sample] = field(default_factory=list)
+    replays: int = 0  # of the evaluation's graph by this rank so far
 
     @property
     def metrics(self) -> dict[str, float]:

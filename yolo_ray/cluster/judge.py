@@ -1,0 +1,57 @@
+"""The driver of an evaluation: judge weights and data first, then let the workers detect."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from yolo_ray.cluster.launch import check_device, data_path, run_workers
+from yolo_ray.cluster.preflight import connect, place
+from yolo_ray.cluster.worker import EvaluateJob, evaluate_worker
+from yolo_ray.config.schema import EvaluateConfig
+from yolo_ray.data.records import load_records
+from yolo_ray.errors import UserError
+from yolo_ray.model.build import load_detector
+
+
+def evaluate(config: EvaluateConfig) -> dict[str, Any]:
+    """The metrics of ``config.weights`` on the data's validation photos.
+
+    Raises:
+        UserError: no such weights, other classes than the data's, or anything else wrong with the input.
+    """
+    if config.weights is None:
+        raise UserError("no weights given: pass weights=runs/NAME/weights/best.pt")
+    weights = str(Path(config.weights).expanduser().resolve())
+    detector = load_detector(weights)
+    if detector.trained_imgsz and not config.is_given("imgsz"):
+        config = config.override({"imgsz": detector.trained_imgsz})
+    stride = max(detector.strides)
+    if config.imgsz % stride:
+        raise UserError(
+            f"imgsz={config.imgsz} is not a multiple of the model's stride {stride}: "
+            f"use imgsz={-(-config.imgsz // stride) * stride}"
+        )
+    val = load_records(data_path(config), "val", max_bad=config.data.max_bad)
+    if tuple(detector.names) != val.names:
+        raise UserError(
+            f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "
+            "evaluate with the data.yaml it was trained on"
+        )
+    connect(config.cluster.address)
+    placement = place(config.cluster)
+    check_device(config, placement)
+    with tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder:
+        job = EvaluateJob(config, Path(folder), placement, ray.put(val), weights)
+        metrics = run_workers(job, evaluate_worker, 0)
+    named = {name.removeprefix("val/"): value for name, value in metrics.items()}
+    return {
+        "weights": weights,
+        "imgsz": config.imgsz,
+        "photos": len(val),
+        "left_out": len(val.bad),
+        **named,
+    }

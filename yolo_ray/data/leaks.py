@@ -1,0 +1,72 @@
+"""Photos of validation that training sees too: the model is then judged by what it knows."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from yolo_ray.data.records import Records
+
+TAIL_BYTES = (
+    4096  # compressed pixels end there, while the beginnings of photos of one camera are alike
+)
+Key = tuple[int, int, int]  # bytes of the file, height, width
+
+
+def shared_photos(train: Records, val: Records) -> list[tuple[str, str]]:
+    """``(photo of val, photo of train)`` that are one file or have the same content, in the order of val.
+
+    Only files of equal length and size in pixels are opened, and read to the end only where their
+    last bytes agree. A file that has gone meanwhile is nobody's twin.
+    """
+    there = _by_key(train)
+    pairs: list[tuple[str, list[str]]] = []
+    for key, paths in _by_key(val).items():
+        pairs += [(path, there[key]) for path in paths if key in there]
+    known = {path for paths in there.values() for path in paths}
+    unsure = [pair for pair in pairs if pair[0] not in known]
+    twins = {path: path for path, _ in pairs if path in known}
+    for whole in (False, True):
+        wanted = sorted({path for one, others in unsure for path in (one, *others)})
+        prints = _prints(wanted, whole=whole)
+        unsure = [
+            (one, same)
+            for one, others in unsure
+            if (same := [path for path in others if prints[one] and prints[path] == prints[one]])
+        ]
+    twins |= {one: others[0] for one, others in unsure}
+    return [(str(path), twins[str(path)]) for path in val.paths if str(path) in twins]
+
+
+def _by_key(records: Records) -> dict[Key, list[str]]:
+    groups: dict[Key, list[str]] = {}
+    rows = zip(records.num_bytes.tolist(), records.sizes.tolist(), records.paths, strict=True)
+    for num_bytes, (height, width), path in rows:
+        groups.setdefault((num_bytes, height, width), []).append(str(path))
+    return groups
+
+
+def _prints(paths: Iterable[str], *, whole: bool) -> dict[str, bytes]:
+    """Digest of each file, or of its last bytes; empty if it cannot be read."""
+    paths = list(paths)
+    with ThreadPoolExecutor(max_workers=16) as pool:  # the work is reading, as in load_records
+        return dict(zip(paths, pool.map(_digest if whole else _tail, paths), strict=True))
+
+
+def _tail(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def _digest(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError:
+        return b""
