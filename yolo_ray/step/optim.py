@@ -9,15 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from yolo_ray.step.flat import FlatModel, Segment, View
+from yolo_ray.step.lanes import Lanes
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Muon's quintic coefficients (K. Jordan, 2024)
 ADAM_BETA2, ADAM_EPS = 0.999, 1e-8
-MUON_GAIN, SGD_GAIN = 0.2, 1.0
+MUON_GAIN = 0.2
+MUON_LANES = 6
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,14 @@ class MuSgd(Sgd):
         super().__init__(flat, momentum)
         self.slots["muon"] = torch.zeros_like(flat.grads)
         self.batches = _same_shape_batches(flat)
+        self.lanes = Lanes(flat.grads.device, MUON_LANES)
 
     def update(self, grads: Tensor, rates: Rates, ok: Tensor) -> None:
         """Apply the gradient [P] to the parameters; nothing changes where ``ok`` is false."""
         buffer, decay = self.slots["muon"], 1 - rates.momentum
         average = torch.addcmul(buffer * rates.momentum, grads, decay)
         look_ahead = torch.addcmul(average * rates.momentum, grads, decay)
-        for views in self.batches:
-            orthogonal = _orthogonalised(torch.stack([view.of(look_ahead) for view in views]))
-            for view, matrix in zip(views, orthogonal.unbind(0), strict=True):
-                view.of(look_ahead).copy_(matrix)
+        self.lanes.run([partial(_orthogonalise, look_ahead, views) for views in self.batches])
         for segment in self.flat.segments:
             start = self.flat.state[segment.span]
             if segment.kind == "muon":
@@ -129,6 +130,13 @@ class MuSgd(Sgd):
         keep(ok, buffer, average)
 
 
+def _orthogonalise(flat: Tensor, views: list[View]) -> None:
+    """Replace matrices of one shape in a flat buffer."""
+    orthogonal = _orthogonalised(torch.stack([view.of(flat) for view in views]))
+    for view, matrix in zip(views, orthogonal.unbind(0), strict=True):
+        view.of(flat).copy_(matrix)
+
+
 def _same_shape_batches(flat: FlatModel) -> list[list[View]]:
     """Muon's tensors grouped by shape: each group is orthogonalised in one batched product."""
     spans = [(s.start, s.stop) for s in flat.segments if s.kind == "muon"]
@@ -136,7 +144,8 @@ def _same_shape_batches(flat: FlatModel) -> list[list[View]]:
     for view in flat.views[: flat.num_views_trained]:
         if any(start <= view.start < stop for start, stop in spans):
             groups.setdefault(view.shape, []).append(view)
-    return list(groups.values())
+    # The largest first, so that the lanes end together.
+    return sorted(groups.values(), key=lambda views: -len(views) * views[0].numel)
 
 
 def _orthogonalised(stack: Tensor) -> Tensor:
