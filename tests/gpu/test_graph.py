@@ -128,17 +128,27 @@ def test_ranks_agree_on_a_failed_capture(batches: list[Batch]) -> None:
 def test_what_does_not_fit_is_said_with_what_would() -> None:
     rows, side = 16, 320
     large = make_batches(rows, side, BOXES, CUDA)
-    graphed = GraphedStep(make_step(batch=rows, imgsz=side), mode="require")
+    probe = make_step(batch=rows, imgsz=side)
     used = torch.cuda.memory_allocated()
-    _, total = torch.cuda.mem_get_info()
+    torch.cuda.reset_peak_memory_stats()
+    run(probe, large[0])
+    needed = torch.cuda.max_memory_allocated() - used
+    del probe
+    gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction((used + 500 * 2**20) / total)
+    graphed = GraphedStep(make_step(batch=rows, imgsz=side), mode="require")
+    _, total = torch.cuda.mem_get_info()
+    allowed = torch.cuda.memory_reserved() + 0.6 * needed
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
     try:
         with pytest.raises(
             UserError, match=r"16 photos of 320 px .* about batch=\d+ would fit"
         ) as told:
             run(graphed, large[0])
         fits = int(re.findall(r"batch=(\d+)", str(told.value))[0])
+        del graphed
+        gc.collect()
+        torch.cuda.empty_cache()
         small = take_rows(large[0], 0, fits)
         run(GraphedStep(make_step(batch=fits, imgsz=side), mode="require"), small)
     finally:
