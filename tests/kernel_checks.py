@@ -173,9 +173,30 @@ class NumpyMath:
         return type(x)(handle, x.type)
 
 
+def a_claim_of_nothing() -> None:
+    """A box that overlaps no prediction claims nothing, so it disputes nothing."""
+    points, strides = make_anchors(64, (8, 16, 32))
+    boxes = torch.cat((points - strides[:, None], points + strides[:, None]), 1)[None]
+    boxes = (
+        boxes + torch.randn_like(boxes) * 0.3
+    )  # no two alike: topk's choice of equals is its own
+    boxes[0, 0] = torch.tensor([40.0, 40.0, 60.0, 60.0])  # far from the box that holds its centre
+    corners = torch.tensor([[0.0, 0, 9, 9], [0, 0, 60, 60], [34, 34, 62, 62]])
+    truth = assign.Truth(
+        corners, torch.zeros(3).long(), torch.zeros(3).long(), torch.ones(3).bool()
+    )
+    anchors = assign._Anchors(torch.zeros(1, 1, len(points)), boxes, points)
+    wanted = assign.assign(*anchors, truth, assign.ONE_TO_MANY, min_side=16)
+    row, weight = fused_assign.fused_assign(anchors, truth, 10, False, 16)
+    learns = wanted.weight > 0
+    close(weight, wanted.weight)
+    assert torch.equal(row[learns], wanted.row[learns])
+
+
 def assignment() -> None:
     """Rows and weights, for both rules, also of predictions that are no boxes."""
     setattr(fused_assign, "libdevice", NumpyMath)  # noqa: B010 (a type checker refuses it)
+    a_claim_of_nothing()
     points, strides = make_anchors(128, (8, 16, 32))
     scores, truth = torch.randn(3, 5, len(points)), make_truth()
     for distances in (torch.rand(3, 4, len(points)) * 4, torch.randn(3, 4, len(points)) * 2):
@@ -187,7 +208,7 @@ def assignment() -> None:
                 setattr(fused_assign, "SMALL", small)  # noqa: B010 (as above)
                 row, weight = fused_assign.fused_assign(anchors, truth, rule.topk, rule.single, 16)
                 learns = wanted.weight > 0
-                assert learns.sum() > 20
+                assert learns.sum() > 10
                 close(weight, wanted.weight)
                 assert torch.equal(row[learns], wanted.row[learns])
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_graph import BATCH, BOXES, IMGSZ, assert_equal, make_step, run, state_of
+from tests.gpu.steps import BATCH, BOXES, CUDA, IMGSZ, assert_equal, make_step, run, state_of
 from tests.nms_cases import (
     RULES,
     Case,
@@ -33,7 +32,6 @@ from yolo_ray.data.records import Records
 from yolo_ray.errors import UserError
 from yolo_ray.model.detect import detect_nms, detect_one_to_one
 from yolo_ray.step.graph import GraphedStep
-from yolo_ray.step.precision import set_kernels
 from yolo_ray.train.evaluate import eval_batch, evaluate
 from yolo_ray.train.graphed_eval import GraphedEval
 from yolo_ray.train.loop import ema_weights
@@ -41,15 +39,7 @@ from yolo_ray.train.metrics import EvalResult
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda")
 EVAL_BATCH = 5
-
-
-@pytest.fixture(autouse=True)
-def deterministic_kernels() -> Iterator[None]:
-    set_kernels("fp32", deterministic=True)
-    yield
-    set_kernels("fp32", deterministic=False)
 
 
 def photos(seed: int, count: int = EVAL_BATCH) -> Tensor:

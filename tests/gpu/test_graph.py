@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.gpu.steps import (
     BATCH,
@@ -315,6 +315,31 @@ def test_mixup_on_the_gpu(batches: list[Batch]) -> None:
         run(graphed, batch)
         assert_equal(state_of(graphed), state_of(eager))
     assert graphed.captures == 1
+
+
+class ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (1 + 0 * gradients[0].sum().item())  # a host read
+
+
+def test_a_capture_that_fails_in_the_backward_pass(batches: list[Batch]) -> None:
+    """Weight gradients are under way on another stream then; the eager steps after it do not meet them."""
+    steps = [make_step() for _ in range(2)]
+    for step in steps:
+        layers: Any = step.detector.net.model
+        layers[2].register_forward_hook(lambda module, inputs, y: ReadsInBackward.apply(y))
+    said: list[str] = []
+    graphed = GraphedStep(steps[0], warn=said.append)
+    for number in range(3):
+        run(graphed, batches[number])
+        run(steps[1], batches[number])
+    assert_equal(state_of(graphed), state_of(steps[1]))
+    assert graphed.replays == 0 and len(said) == 1 and "cannot be captured" in said[0]
 
 
 def test_another_shape_is_refused(batches: list[Batch]) -> None:

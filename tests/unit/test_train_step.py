@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.local_run import LocalOptions, LocalRun
 from yolo_ray.config.load import load
+from yolo_ray.config.schema import AUTO_BATCH
 from yolo_ray.data.records import load_records
 from yolo_ray.errors import UserError
 from yolo_ray.step.graph import Cost
@@ -67,7 +68,7 @@ def test_other_precisions_have_no_scale() -> None:
 
 
 def test_rows_that_fit() -> None:
-    assert Memory(fixed=1e9, per_row=1e8, limit=10e9).rows == 73
+    assert Memory(fixed=1e9, per_row=1e8, limit=10e9).rows == 82
     assert Memory(fixed=20e9, per_row=1e8, limit=10e9).rows == 0
 
 
@@ -81,6 +82,13 @@ def test_break_even() -> None:
 @pytest.mark.parametrize("word", ["auto", "-1"])
 def test_batch_auto(word: str) -> None:
     config = load(["data=x.yaml", f"batch={word}", "cluster.workers=2"])
-    assert config.batch == 0
+    assert config.batch == AUTO_BATCH
     with pytest.raises(UserError, match="batch=-2 is wrong"):
         load(["data=x.yaml", "batch=-2"])
+    with pytest.raises(UserError, match="batch=0 is wrong"):
+        load(["data=x.yaml", "batch=0"])
+
+
+def test_micro_batches_of_uneven_workers_are_refused() -> None:
+    with pytest.raises(UserError, match="not a multiple of"):
+        load(["data=x.yaml", "batch=9", "cluster.workers=2", "micro_batch=4"])

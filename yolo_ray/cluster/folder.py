@@ -40,14 +40,15 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 
 def find_model(config: TrainConfig) -> str:
-    """What the detector is built from: ``model``, or what the resumed run kept if that file has gone.
+    """What the detector is built from: ``model``, or what the resumed run kept of that file.
 
-    A checkpoint holds every tensor; only the architecture is taken from here then.
+    A checkpoint holds every tensor; only the architecture is taken from here then, and the file may have
+    changed or gone since.
     """
-    if not config.resume or Path(config.model).is_file():
+    if not config.resume:
         return config.model
     folder = Path(config.resume)
-    kept = [_kept(folder, config.model)]
+    kept = [_kept(folder, config.model), Path(config.model)]
     if Path(config.model).suffix.lower() == ".pt":
         kept.append(folder / "weights" / "last.pt")
     return next((str(path) for path in kept if path.is_file()), config.model)

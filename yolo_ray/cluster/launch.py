@@ -239,7 +239,7 @@ def run_workers(
         raise _explained(job, error) from error
     except OutOfMemoryError as error:
         raise RuntimeError(
-            f"a worker was killed for memory: lower batch or imgsz; {_logs(job)}"
+            f"a worker was killed for memory: lower batch (eval.val_batch in an evaluation) or imgsz{_logs(job)}"
         ) from error
     finally:
         shutil.rmtree(storage, ignore_errors=True)  # Ray's notes of this attempt; the state is ours
@@ -275,15 +275,14 @@ def _explained(job: Job | EvaluateJob, error: Exception) -> Exception:
     if mistake is not None:
         return mistake
     text = str(first).strip().splitlines()
-    return RuntimeError(
-        f"training failed: {text[-1] if text else type(first).__name__}; {_logs(job)}"
-    )
+    kind = "training" if isinstance(job, Job) else "evaluation"
+    return RuntimeError(f"{kind} failed: {text[-1] if text else type(first).__name__}{_logs(job)}")
 
 
 def _logs(job: Job | EvaluateJob) -> str:
-    return (
-        f"see {job.folder / 'logs'}; the last checkpoint is intact, go on with resume={job.folder}"
-    )
+    if not isinstance(job, Job):
+        return ""  # its folder goes with it
+    return f"; see {job.folder / 'logs'}; the last checkpoint is intact, go on with resume={job.folder}"
 
 
 @contextmanager

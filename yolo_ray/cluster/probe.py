@@ -22,8 +22,10 @@ from yolo_ray.step.build import build_step, step_options
 from yolo_ray.step.memory import measure_memory
 from yolo_ray.step.precision import resolve_precision, set_kernels
 from yolo_ray.step.schedule import Controls, resolve_optim
+from yolo_ray.step.train_step import TrainStep
 
 PROBE_ROWS = 4
+EVALUATION_COPIES = 2  # its graph, and the passes that warm it up
 MULTIPLE = 8  # of a worker's rows: half precision products like it
 
 
@@ -47,17 +49,24 @@ def resolve_batch(config: TrainConfig, records: Records) -> TrainConfig:
     rows = ray.get(probe.remote(config, ray.put(records)))
     if rows < 1:
         raise UserError(
-            f"batch=auto: not even one photo of {config.imgsz} px fits in the GPU's memory: "
-            "lower imgsz or take a smaller model"
+            f"batch=auto: the GPU's memory holds hardly a photo of {config.imgsz} px beside the model: "
+            "lower imgsz or take a smaller model, or set a small batch"
         )
     if rows > MULTIPLE:
         rows -= rows % MULTIPLE
     workers = config.cluster.workers
-    return config.override({"batch": min(rows * workers, max(len(records), workers))})
+    return config.override({"batch": workers * max(min(rows, len(records) // workers), 1)})
 
 
 def _rows_that_fit(config: TrainConfig, records: Records) -> int:
-    """Rows of one worker, on this task's GPU."""
+    """Rows of one worker, on this task's GPU; 0 where not even the probe fits."""
+    try:
+        return _measured_rows(config, records)
+    except torch.OutOfMemoryError:
+        return 0
+
+
+def _measured_rows(config: TrainConfig, records: Records) -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     precision = resolve_precision(config.precision, device)
     set_kernels(precision, deterministic=config.deterministic)
@@ -80,4 +89,19 @@ def _rows_that_fit(config: TrainConfig, records: Records) -> int:
     batch = ring.batch(plan.at(0), range(PROBE_ROWS), plan.capacity_at(0, 1))
     batch = replace(batch, side=max(sides))  # the largest images of multi_scale
     per_row = ring.photos.nbytes // PROBE_ROWS
-    return measure_memory(step, batch, ring_row_bytes=per_row).rows
+    memory = measure_memory(step, batch, ring_row_bytes=per_row)
+    beside = EVALUATION_COPIES * _evaluation_bytes(step, config)
+    return replace(memory, fixed=memory.fixed + beside).rows
+
+
+def _evaluation_bytes(step: TrainStep, config: TrainConfig) -> int:
+    """What a forward pass of an evaluation takes, beside the model."""
+    detector, device = step.detector.eval(), step.flat.state.device
+    shape = (config.eval.val_batch, 3, config.imgsz, config.imgsz)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        detector(torch.zeros(shape, device=device))
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

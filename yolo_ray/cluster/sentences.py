@@ -17,7 +17,7 @@ def loaded_sentence(config: TrainConfig, detector: Detector, source: str) -> str
         return ""
     found, total = detector.loaded
     if source != config.model:
-        return f"{config.model} is gone: the model is built from {source} instead"
+        return f"the architecture is that of {source}, the tensors are those of the checkpoint"
     return f"{found} of {total} tensors loaded from {config.model}; the rest start from scratch"
 
 

@@ -110,7 +110,7 @@ def train_worker(settings: dict[str, Any]) -> bool | None:
     return _guarded(job, partial(_train, job), job.config.seed)
 
 
-def evaluate_worker(settings: dict[str, Any]) -> dict[str, float] | None:
+def evaluate_worker(settings: dict[str, Any]) -> dict[str, Any] | None:
     """Entry of an evaluation worker; Ray Train hands rank 0's metrics to the driver."""
     job: EvaluateJob = settings["job"]
     return _guarded(job, partial(_evaluate_file, job), 0)
@@ -311,7 +311,7 @@ def _build_evaluate(
     )
 
 
-def _evaluate_file(job: EvaluateJob, here: Here) -> dict[str, float]:
+def _evaluate_file(job: EvaluateJob, here: Here) -> dict[str, Any]:
     precision = resolve_precision(
         job.config.precision, here.device
     )  # the kernels of training's evaluations
@@ -319,6 +319,8 @@ def _evaluate_file(job: EvaluateJob, here: Here) -> dict[str, float]:
     detector = load_detector(job.weights).to(here.device)
     predict = GraphedEval(detector, nms=job.config.eval.nms, mode=job.config.graph.mode)
     try:
-        return _build_evaluate(job, predict, here)().metrics
+        metrics: dict[str, Any] = _build_evaluate(job, predict, here)().metrics
+        is_eager = here.device.type == "cuda" and predict.replays == 0
+        return metrics | ({"without_graph": predict.reason} if is_eager else {})
     finally:
         predict.release()

@@ -28,11 +28,15 @@ Positive = Annotated[float, Field(gt=0.0)]
 Name = Annotated[str, Field(min_length=1)]
 Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
 Layer = Annotated[int, Field(ge=0, strict=True)]  # strict: [true] is no layer
-AUTO_BATCH = 0  # what ``batch=auto`` is until a GPU was measured
+AUTO_BATCH = -1  # what ``batch=auto`` is until a GPU was measured
 
 
 def _batch_number(value: Any) -> Any:
-    return AUTO_BATCH if value in ("auto", -1) and not isinstance(value, bool) else value
+    if value == "auto":
+        return AUTO_BATCH
+    if value == 0 and not isinstance(value, bool):
+        raise ValueError("expected a whole number >= 1, or auto")
+    return value
 
 
 class Section(BaseModel):
@@ -287,7 +291,7 @@ class TrainConfig(Configuration):
     epochs: Annotated[int, Field(ge=1)] = Field(
         default=100, description="times that every photo is seen"
     )
-    batch: Annotated[int, BeforeValidator(_batch_number), Field(ge=0)] = Field(
+    batch: Annotated[int, BeforeValidator(_batch_number), Field(ge=AUTO_BATCH)] = Field(
         default=16,
         description="photos of one step over ALL workers; auto (or -1): as many as the GPUs hold",
     )
@@ -339,6 +343,12 @@ class TrainConfig(Configuration):
             raise ValueError(
                 f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
                 "so a worker would have no photo; raise batch or lower cluster.workers"
+            )
+        if self.micro_batch and self.batch % self.cluster.workers:
+            # Each part is a collective of batch norm: all workers need the same number of parts.
+            raise ValueError(
+                f"batch={self.batch} is not a multiple of cluster.workers={self.cluster.workers}, "
+                "which micro_batch needs; change batch, or leave micro_batch out"
             )
         return self
 

@@ -21,23 +21,33 @@ def shared_photos(train: Records, val: Records) -> list[tuple[str, str]]:
     Only files of equal length and size in pixels are opened, and read to the end only where their
     last bytes agree. A file that has gone meanwhile is nobody's twin.
     """
-    there = _by_key(train)
-    pairs: list[tuple[str, list[str]]] = []
-    for key, paths in _by_key(val).items():
-        pairs += [(path, there[key]) for path in paths if key in there]
-    known = {path for paths in there.values() for path in paths}
-    unsure = [pair for pair in pairs if pair[0] not in known]
-    twins = {path: path for path, _ in pairs if path in known}
-    for whole in (False, True):
-        wanted = sorted({path for one, others in unsure for path in (one, *others)})
-        prints = _prints(wanted, whole=whole)
-        unsure = [
-            (one, same)
-            for one, others in unsure
-            if (same := [path for path in others if prints[one] and prints[path] == prints[one]])
-        ]
-    twins |= {one: others[0] for one, others in unsure}
+    there, here = _by_key(train), _by_key(val)
+    known = set(map(str, train.paths))
+    twins = {path: path for path in map(str, val.paths) if path in known}
+    unsure = {key: paths for key, paths in here.items() if key in there}
+    unsure = {key: [path for path in paths if path not in twins] for key, paths in unsure.items()}
+    unsure = {key: paths for key, paths in unsure.items() if paths}
+    tails = _prints(_all(unsure) + _all(there, unsure), whole=False)
+    seen = {(key, tails[path]) for key in unsure for path in there[key]}
+    likely = {
+        key: [path for path in paths if tails[path] and (key, tails[path]) in seen]
+        for key, paths in unsure.items()
+    }
+    ends = {(key, tails[path]) for key, paths in likely.items() for path in paths}
+    same = {key: [p for p in there[key] if (key, tails[p]) in ends] for key in likely}
+    prints = _prints(_all(likely) + _all(same), whole=True)
+    first: dict[bytes, str] = {}
+    for path in _all(same):
+        first.setdefault(prints[path], path)
+    for path in _all(likely):
+        if prints[path] and prints[path] in first:
+            twins[path] = first[prints[path]]
     return [(str(path), twins[str(path)]) for path in val.paths if str(path) in twins]
+
+
+def _all(groups: dict[Key, list[str]], keys: Iterable[Key] | None = None) -> list[str]:
+    """The paths of those keys, in order."""
+    return [path for key in (groups if keys is None else keys) for path in groups[key]]
 
 
 def _by_key(records: Records) -> dict[Key, list[str]]:

@@ -95,8 +95,7 @@ class Plan:
     Mosaic partners of (step, slot) are photos of the same slot at the W-1 steps before, three
     different ones (Ultralytics draws from a buffer of recent photos and may repeat one). Steps of
     epoch -1 exist for the partners of the first steps. Every photo appears exactly once an epoch,
-    fills aside. The second image of mixup is made of the steps that the first one leaves over, so it
-    never shows a photo of the first.
+    fills aside. The second image of mixup is made of the steps that the first one leaves over.
     """
 
     window = WINDOW

@@ -50,7 +50,7 @@ class Records:
     paths [N] str, absolute; sizes [N,2] int32 (height, width) px as decoded; offsets [N+1] int64;
     boxes [M,4] float32 xyxy fractions inside [0,1]; classes [M] int32; names by class id; digest:
     sha256 of all that (paths relative) and the file sizes; bad: photos left out; counts: what was
-    noticed, namely background (no label file), duplicates and clipped (boxes); num_bytes [N] int64:
+    noticed, namely duplicates and clipped (boxes); num_bytes [N] int64:
     the file sizes.
     """
 
@@ -178,7 +178,6 @@ def _flatten(data: DataYaml, good: Sequence[_Judged], bad: tuple[BadRecord, ...]
     for array in arrays.values():
         array.setflags(write=False)
     counts = {
-        "background": sum(one.labels is None for one in good),
         "duplicates": sum(one.duplicates for one in labels),
         "clipped": sum(one.clipped for one in labels),
     }

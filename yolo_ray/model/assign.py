@@ -116,9 +116,11 @@ def _owners(
         part = slice(start, start + chunk)
         piece = Truth(*(column[part] for column in truth))
         inside, overlap, align = _alignment(anchors, piece, min_side)
-        top = align.topk(min(topk, count), dim=1).indices
+        most, top = align.topk(min(topk, count), dim=1)
         claims.append(piece.image_index[:, None] * count + top)
-        lives.append(inside.gather(1, top))
+        # An alignment of 0 has no weight; such a claim would only dispute the anchor, and which of many
+        # zeros topk returns is nobody's choice.
+        lives.append(inside.gather(1, top) & (most > 0))
         # The first of several equal overlaps wins, hence the descending row number.
         key = _ordered_bits(overlap) | (rows - 1 - row_G[part, None])
         key = torch.where(inside, key, 0)

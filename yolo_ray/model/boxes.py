@@ -120,8 +120,3 @@ def ciou(first: Tensor, second: Tensor) -> Tensor:
     with torch.no_grad():
         alpha = v / (1 - iou + v + EPS)
     return iou - (centre2 / (4 * diagonal2) + alpha * v)
-
-
-def pairwise_ciou(first_N4: Tensor, second_M4: Tensor) -> Tensor:
-    """Complete IoU of every box of the first list with every box of the second, [N,M]."""
-    return ciou(first_N4[:, None], second_M4[None])

@@ -59,6 +59,12 @@ class WeightLane:
             self._under_way.popleft()[0].wait(current)
         return gradients
 
+    def begin(self) -> None:
+        """The current stream forks from now on; what a failed capture left behind is forgotten."""
+        self.home = torch.cuda.current_stream()
+        self._under_way.clear()
+        self._begun.clear()
+
     def join(self) -> None:
         """The current stream waits for all weight gradients."""
         while self._under_way:

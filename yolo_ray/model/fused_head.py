@@ -40,25 +40,27 @@ class HeadLanes:
         main = torch.cuda.current_stream()
         is_captured = torch.cuda.is_current_stream_capturing()
         streams = self.streams if is_captured else [main] * LANES
+        if is_captured:
+            _fork(streams, main, x)
         boxes, scores = [], []
         for level, features in enumerate(x):
             # The large level keeps two streams busy, the small ones share the others.
-            box_lane = main if level == 0 else streams[1]
-            boxes.append(_on(box_lane, main, box_head[level], features))
-            scores.append(_on(streams[2 * (level > 0)], main, cls_head[level], features))
+            with torch.cuda.stream(main if level == 0 else streams[1]):
+                boxes.append(box_head[level](features))
+            with torch.cuda.stream(streams[2 * (level > 0)]):
+                scores.append(cls_head[level](features))
         for stream in streams:
             if stream != main:
                 main.wait_stream(stream)
         return {"boxes": _over_anchors(boxes), "scores": _over_anchors(scores), "feats": x}
 
 
-def _on(stream: Any, main: Any, branch: nn.Module, features: Tensor) -> Tensor:
-    if stream == main:
-        return branch(features)
-    stream.wait_stream(main)
-    features.record_stream(stream)  # its memory is not for others while this stream may read it
-    with torch.cuda.stream(stream):
-        return branch(features)
+def _fork(streams: Sequence[Any], main: Any, levels: Sequence[Tensor]) -> None:
+    """Let ``streams`` read what the main one has made; its memory is not for others meanwhile."""
+    for stream in streams:
+        stream.wait_stream(main)
+        for features in levels:
+            features.record_stream(stream)
 
 
 def _over_anchors(levels: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from yolo_ray.model.fused_layers import are_rows, concatenate, split
 @contextmanager
 def fused_layers(lane: WeightLane, heads: HeadLanes) -> Iterator[None]:
     """Inside, a network's forward pass is built for the fastest captured step."""
-    lane.home = torch.cuda.current_stream()
+    lane.begin()
     with heads.entered(), FusedLayers(lane):
         yield
 

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,14 +55,20 @@ class Cost:
 
     def sentence(self, steps: int) -> str:
         """For people; ``steps`` of the run."""
+        pays = self.break_even <= steps
+        when = f"after {self.break_even:.0f} of {steps} steps" if pays else "not in this run"
         return (
             f"the step is captured as a CUDA graph: {self.replay_ms:.1f} ms a replay, {self.eager_ms:.1f} ms without; "
-            f"the capture took {self.capture_s:.1f} s, paid back after {self.break_even:.0f} of {steps} steps"
+            f"the capture took {self.capture_s:.1f} s, paid back {when}"
         )
 
 
 class _Refused(Exception):
     """The step cannot be captured."""
+
+
+class _Full(Exception):
+    """Memory ran out in a capture."""
 
 
 class GraphedStep:
@@ -144,7 +150,7 @@ class GraphedStep:
         try:
             eager_ms = self._warm_up(inputs, update=key[2])
             graph = self._capture(inputs, update=key[2])
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, _Full):
             is_full = True  # the error itself would keep the step's tensors alive
         except _Refused as error:
             failure = error
@@ -198,16 +204,22 @@ class GraphedStep:
 
     def _capture(self, inputs: Batch, *, update: bool) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
+        is_full = False
         try:
             # thread_local: the threads that read photos may go on allocating while this one captures.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
-                self.step(inputs, update=update)
-        except torch.OutOfMemoryError:
-            raise
+                try:
+                    self.step(inputs, update=update)
+                except torch.OutOfMemoryError:
+                    is_full = True  # ending the broken capture raises an error of its own
+                    raise
         except RuntimeError as error:  # what torch raises for calls that a capture refuses
-            raise _Refused(str(error)) from error
+            if not is_full:
+                raise _Refused(str(error)) from error
+        if is_full:
+            raise _Full
         return graph
 
     def _out_of_memory(self, inputs: Batch, kept: _Snapshot) -> UserError:
@@ -218,12 +230,16 @@ class GraphedStep:
         remedy = "lower batch or imgsz, or set micro_batch"
         if self.agree is None:  # alone: two small steps tell how much a photo takes
             with suppress(torch.OutOfMemoryError):
+                self.step.options = replace(
+                    options, micro_batch=None
+                )  # what a photo takes by itself
                 fits = min(measure_memory(self.step, inputs).rows, rows - 1)
                 if fits > 0:
                     remedy = f"about batch={fits} would fit; lower batch or imgsz, or set micro_batch={fits}"
+            self.step.options = options
             kept.put_back()
         return UserError(
-            f"the step of {rows} photos of {options.imgsz} px on this worker does not fit in the "
+            f"the step of {rows} photos of {inputs.side} px on this worker does not fit in the "
             f"{memory_limit() / 2**30:.1f} GiB of GPU memory there are for it: {remedy}"
         )
 

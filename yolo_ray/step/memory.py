@@ -9,7 +9,9 @@ import torch
 from yolo_ray.data.batch import Batch, take_rows
 from yolo_ray.step.train_step import TrainStep
 
-GRAPH_OVERHEAD = 1.1  # a graph's private memory against the eager step's
+# A graph keeps its memory, and the eager steps that warm the next one up need as much beside it.
+COPIES = 2.1
+LEAST_ROW_BYTES = 2.0**20  # no photo takes less: a difference below it is noise
 SPARE = 0.92  # of the card: the context, libraries and fragments take the rest
 
 
@@ -24,20 +26,20 @@ class Memory:
     @property
     def rows(self) -> int:
         """The most rows that fit; 0: not even one does."""
-        return max(int((self.limit * SPARE / GRAPH_OVERHEAD - self.fixed) / self.per_row), 0)
+        return max(int((self.limit * SPARE - self.fixed) / self.per_row), 0)
 
 
 def measure_memory(step: TrainStep, batch: Batch, *, ring_row_bytes: int = 0) -> Memory:
-    """Run two small eager steps of ``batch`` and see what they take.
+    """Run two small eager steps of ``batch`` and see what they, and their graphs, take.
 
     The step's state changes, and its collectives run: for a process that is alone, whose state is put back.
     ``ring_row_bytes``: what one more row takes of the photo ring, if the ring is to grow with the rows.
     """
     small, large = 1, min(4, len(batch.picks))
     peaks = [_peak(step, batch, rows) for rows in (small, large)]
-    per_row = max((peaks[1] - peaks[0]) / max(large - small, 1), 1.0)
+    per_row = max((peaks[1] - peaks[0]) / max(large - small, 1), LEAST_ROW_BYTES)
     fixed = peaks[0] - small * per_row - ring_row_bytes * len(batch.picks)
-    return Memory(fixed, per_row + ring_row_bytes, memory_limit())
+    return Memory(fixed, COPIES * per_row + ring_row_bytes, memory_limit())
 
 
 def memory_limit() -> float:
@@ -48,6 +50,8 @@ def memory_limit() -> float:
 
 
 def _peak(step: TrainStep, batch: Batch, rows: int) -> int:
+    # The first step of a shape also tries kernels, whose workspace no later step needs.
+    step(take_rows(batch, 0, rows), update=True)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

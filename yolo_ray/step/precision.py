@@ -35,6 +35,14 @@ def resolve_precision(precision: str, device: torch.device) -> str:
         if not is_gpu:
             return "fp32"
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    if (
+        precision == "bf16"
+        and is_gpu
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise UserError(
+            "precision=bf16 is not in this GPU: use precision=auto, which takes fp16 then"
+        )
     if precision != "fp32" and not is_gpu:
         raise UserError(f"precision={precision} needs a GPU: use precision=auto or precision=fp32")
     return precision

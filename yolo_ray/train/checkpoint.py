@@ -62,7 +62,7 @@ def capture_state(
         "optimizer": {"name": step.options.optimizer, "slots": slots},
         "pending": _by_name(step.pending, trained),
         "skipped": int(step.skipped),
-        "scale": step.scale.state.cpu().clone(),
+        "scale": step.scale.state.cpu().clone() if step.scale.is_active else None,
         "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng(flat.state.device)},
         "progress": dict(vars(progress)),
         "config": config,
@@ -99,7 +99,7 @@ def restore_state(step: Step, state: dict[str, Any]) -> Progress:
         else:
             slot.copy_(saved)
     step.skipped.fill_(state["skipped"])
-    if "scale" in state and step.scale.is_active:
+    if state.get("scale") is not None and step.scale.is_active:
         step.scale.state.copy_(state["scale"])
     torch.set_rng_state(state["rng"]["cpu"])
     if state["rng"]["cuda"] is not None and flat.state.device.type == "cuda":

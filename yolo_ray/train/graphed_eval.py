@@ -91,6 +91,11 @@ class GraphedEval:
         random = torch.cuda.get_rng_state(self.device)
         try:
             self._capture(images)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"an evaluation of {len(images)} photos at once does not fit in the GPU's memory beside training: "
+                "lower eval.val_batch or batch"
+            ) from error
         except RuntimeError as error:  # what torch raises for calls that a capture refuses
             text = str(error).strip().splitlines()
             reason = text[0] if text else type(error).__name__

@@ -194,7 +194,10 @@ class _Loop:
         """One bad step is skipped and counted; nothing but bad steps means that the run has diverged."""
         run = self.run
         self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
-        if self.skipped_in_a_row >= min(MAX_SKIPPED_STEPS, max(2, run.schedule.steps_per_epoch)):
+        least = MAX_SKIPPED_STEPS
+        if not run.step.scale.is_active:  # float16 finds its scale by skipping a few steps
+            least = min(least, max(2, run.schedule.steps_per_epoch))
+        if self.skipped_in_a_row >= least:
             raise UserError(
                 f"no gradient of the last {self.skipped_in_a_row} steps (to step {step + 1}) was finite: lower lr0 "
                 f"(now {lr:.3g}) or raise optim.warmup_epochs; the checkpoints in {run.checkpoints} are intact"
