@@ -25,7 +25,7 @@ from tests.stores import BUCKET, flaky_proxy, s3_server, upload, use_s3
 from tests.synthetic import make_dataset
 from yolo_ray.augment.images import read_photo
 from yolo_ray.config.schema import AugmentConfig
-from yolo_ray.data import packing
+from yolo_ray.data import packing, storage
 from yolo_ray.data.leaks import shared_photos
 from yolo_ray.data.packing import PackConfig, pack
 from yolo_ray.data.packs import PackIndex, load_index
@@ -284,7 +284,10 @@ def test_a_disk_that_fills_up_is_a_sentence(data: Path, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------------- the pipeline
 
 
-def test_the_pipeline(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pipeline(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
     code = run(main, [f"data={data}", f"out={tmp_path}/2024", "shard_mb=1", "max_bad=0.2"], None)
     out, err = capsys.readouterr()
     result = json.loads(out.splitlines()[-1])
@@ -298,6 +301,8 @@ def test_the_pipeline(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         ([f"data={data}", f"out={tmp_path}/x", "shard_mb=0"], "shard_mb"),
         ([f"data={data}", f"out={tmp_path}/x", "shard_gb=1"], "shard_mb"),
         ([f"data={tmp_path}/none.yaml", f"out={tmp_path}/x"], "none.yaml is not a file"),
+        (["data=http://127.0.0.1:9/data.yaml", f"out={tmp_path}/x"], "check the network"),
+        (["data=az://b/data.yaml", f"out={tmp_path}/x"], "az:// is not read"),
         ([f"data={data}", "out=/proc/pack", "max_bad=0.2"], "/proc/pack cannot be written"),
     ):
         assert run(main, arguments, None) == 2

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pickle
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -239,16 +240,20 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.parametrize(
+    ("scheme", "module", "extra"), [("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")]
+)
 def test_a_missing_package_says_what_to_install(
-    remote: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, scheme: str, module: str, extra: str
 ) -> None:
-    def missing(*args: object, **options: object) -> None:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr(storage.fsspec, "filesystem", missing)
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    for name in ("gs", "gcs", "s3", "s3a"):  # the classes that fsspec found before
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, name, raising=False)
     storage._filesystem.cache_clear()
-    message = sentence(lambda: both(f"{remote}/data.yaml"))
-    assert "pip install 'yolo_ray[s3]'" in message and "every node" in message
+    message = sentence(lambda: both(f"{scheme}://bucket/data.yaml"))
+    assert f"pip install 'yolo_ray[{extra}]'" in message and "every node" in message
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def pack(config: PackConfig, say: Callable[[str], None]) -> dict[str, Any]:
                 index = _write_split(folder, split, data, records, (config.shard_mb, say))
                 _write(folder / f"{split}{INDEX_SUFFIX}", index.to_bytes())
             _write(folder / "data.yaml", _data_yaml(data))
-        ready = _found(out, splits)
+            ready = _found(folder, splits)
         assert ready is not None, "what was written is what was read"
     return {"data": str(out / "data.yaml"), **ready}
 

@@ -7,6 +7,7 @@ operating system's own calls. What a remote read needs of the environment is nam
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -24,6 +25,7 @@ from yolo_ray.errors import UserError
 
 ATTEMPTS = 5
 FIRST_WAIT_S = 0.4  # doubled each time: 6 s in all, what a store takes to get over a hiccup
+GCSFS_ATTEMPTS = 6  # gcsfs makes its own, and takes no number: ours would multiply them
 READ_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 TAR_SCHEME = "tar"
@@ -253,6 +255,11 @@ def _filesystem(family: str, access: tuple[tuple[str, str], ...]) -> Any:
             "read_timeout": READ_TIMEOUT_S,
             **given,
         }
+    if family == "gs":
+        # It logs a traceback for every failed attempt; the sentence says what matters. And it would ask what kind
+        # of bucket it reads, by another protocol, for a minute where that is closed.
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+        os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     filesystem = fsspec.filesystem(family, **options)
     if family == "s3":
         filesystem.retries = 1
@@ -269,16 +276,18 @@ def _patiently(place: str, work: Callable[[], Any]) -> Any:
         FileNotFoundError: there is nothing at the address.
         StorageError: it may not pass, or did not.
     """
-    for attempt in range(1, ATTEMPTS + 1):
+    attempts = 1 if _family(place) == "gs" else ATTEMPTS
+    for attempt in range(1, attempts + 1):
         try:
             return work()
         except FileNotFoundError:
             raise
         except Exception as error:
             _refuse_final(place, error)
-            if attempt == ATTEMPTS:
+            if attempt == attempts:
+                made = GCSFS_ATTEMPTS if _family(place) == "gs" else ATTEMPTS
                 raise StorageError(
-                    f"{place} could not be read in {ATTEMPTS} attempts ({_reason(error)}); check the network and "
+                    f"{place} could not be read in {made} attempts ({_reason(error)}); check the network and "
                     f"that {_endpoint(place)} is up, then run again"
                 ) from error
         # Spread, or all readers of a store that said "slow down" come back at once.
