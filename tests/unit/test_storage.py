@@ -231,6 +231,25 @@ def test_access_refused_is_not_tried_again(flaky: Flaky, status: int) -> None:
     assert len(flaky.seen) <= 2
 
 
+def test_what_gcsfs_says_is_understood() -> None:
+    """Its package is not among the tests'; these are its errors, word for word."""
+
+    def work(error: Exception, calls: list[int]) -> None:
+        calls.append(1)
+        raise error
+
+    for error, words in (
+        (OSError("Forbidden: https://storage.googleapis.com/b/o denied"), "access is refused"),
+        (ValueError("Bad Request: https://storage.googleapis.com/b/o"), "check the address"),
+        (OSError("Cannot connect to host storage.googleapis.com:443"), "in 6 attempts"),
+    ):
+        calls: list[int] = []
+        message = sentence(
+            lambda e=error, c=calls: storage._patiently("gs://b/o", lambda: work(e, c))
+        )
+        assert words in message and "gs://b/o" in message and calls == [1]
+
+
 def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     use_s3(monkeypatch, f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr(storage, "FIRST_WAIT_S", 0.01)
@@ -278,7 +297,9 @@ def test_addresses_that_are_refused(place: str, words: str, tmp_path: Path) -> N
 # ----------------------------------------------------------------------------------- http and file://
 
 
-def test_a_web_server_takes_lists_and_has_no_listing(local: Path, tmp_path: Path) -> None:
+def test_a_web_server_takes_lists_and_has_no_listing(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = shutil.copytree(local.parent, tmp_path / "www")
     photos = sorted((root / "images" / "train").glob("00*.jpg"))
     (root / "train.txt").write_text("".join(f"images/train/{path.name}\n" for path in photos))
@@ -295,6 +316,8 @@ def test_a_web_server_takes_lists_and_has_no_listing(local: Path, tmp_path: Path
         space = f"{address}/images/train/deep/a b.jpg"
         assert read_bytes(space) == (root / "images" / "train" / "deep" / "a b.jpg").read_bytes()
         assert read_bytes(space, 3, 9) == read_bytes(space)[3:9], "http.server knows no ranges"
+        monkeypatch.setattr(storage, "MOST_WASTED_BYTES", 100)
+        assert "ignores ranges" in sentence(lambda: read_bytes(space, 3, 9))
         with pytest.raises(FileNotFoundError):
             read_bytes(f"{address}/none.jpg")
 
@@ -336,7 +359,10 @@ def test_an_address_stays_one_in_the_options(tmp_path: Path) -> None:
     for place in ("s3://bucket/sets/data.yaml", "https://host/data.yaml", "gs://b/d.yaml"):
         config = load([f"data={place}", f"project={tmp_path}"])
         assert config.data.path == place and absolute_paths(config).data.path == place
-    assert load([f"data=file://{tmp_path}/data.yaml"]).data.path == f"{tmp_path}/data.yaml"
+    config = load([f"data=file://{tmp_path}/data.yaml"])
+    assert config.data.path == f"{tmp_path}/data.yaml"
+    config = config.override({"data": f"file://{tmp_path}/other.yaml"})
+    assert absolute_paths(config).data.path == f"{tmp_path}/other.yaml"
 
 
 def test_only_named_variables_travel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +390,18 @@ def test_records_carry_their_access_and_never_show_it(remote: str) -> None:
     assert KEYS["AWS_SECRET_ACCESS_KEY"] in records.access.values()
     for text in (repr(records), str(records), records.digest):
         assert KEYS["AWS_SECRET_ACCESS_KEY"] not in text
+
+
+def test_a_task_reads_with_the_access_of_the_records(
+    local: Path, remote: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from yolo_ray.data.pipeline import _read
+
+    records = load_records(f"{remote}/data.yaml", "val", max_bad=0.2)
+    for name in records.access:  # a node that was started without them
+        monkeypatch.delenv(name)
+    here = read_photo(local.parent / "images" / "val" / "0001.jpg")
+    np.testing.assert_array_equal(_read(records, 1), here)
 
 
 def test_errors_name_the_variable_instead_of_its_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ FIRST_WAIT_S = 0.4  # doubled each time: 6 s in all, what a store takes to get o
 GCSFS_ATTEMPTS = 6  # gcsfs makes its own, and takes no number: ours would multiply them
 READ_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
+MOST_WASTED_BYTES = 2**24
 TAR_SCHEME = "tar"
 # By scheme: the only variables that travel to tasks on other nodes. A name that ends with _ is a beginning.
 CARRIED: Mapping[str, tuple[str, ...]] = {
@@ -209,9 +210,16 @@ def _read_remote(place: str, start: int | None, stop: int | None) -> bytes:
     data = _patiently(
         place, lambda: _run(filesystem, filesystem._cat_file, place, start=start, end=stop)
     )
-    # A server that knows no ranges sends the whole file.
     wanted = None if start is None or stop is None or start < 0 else stop - start
-    return data[start:stop] if wanted is not None and len(data) > wanted else data
+    if wanted is None or len(data) <= wanted:
+        return data
+    # The server knows no ranges and sent the whole file. That may pass for a photo, not for a shard of a pack.
+    if len(data) > MOST_WASTED_BYTES:
+        raise StorageError(
+            f"{place}: its server ignores ranges and sends {len(data)} bytes for {wanted}; use one that knows ranges "
+            "(nginx, an object store), or copy the pack to a disk"
+        )
+    return data[start:stop]
 
 
 def _run(filesystem: Any, work: Callable[..., Any], place: str, **options: Any) -> Any:
@@ -303,7 +311,8 @@ def _refuse_final(place: str, error: Exception) -> None:
             f"{place}: no usable credentials ({_reason(error)}); set {check}"
         ) from error
     status = _status_of(error)
-    if isinstance(error, PermissionError) or status in (401, 403):
+    forbidden = str(error).startswith("Forbidden")  # all that gcsfs says of a 403
+    if forbidden or isinstance(error, PermissionError) or status in (401, 403):
         raise StorageError(
             f"{place}: access is refused ({_reason(error)}); check {check}"
         ) from error
