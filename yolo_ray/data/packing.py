@@ -113,7 +113,9 @@ def pack(config: PackConfig, say: Callable[[str], None]) -> dict[str, Any]:
     if any(packed_entry(data, split) for split in SPLITS):
         raise UserError(f"{data.file} describes a pack already; train from it, or copy its folder")
     _refuse_folder(out)
-    splits = {split: load_records(config.data, split, max_bad=config.max_bad) for split in SPLITS}
+    splits: dict[Split, Records] = {
+        split: load_records(config.data, split, max_bad=config.max_bad) for split in SPLITS
+    }
     ready = _found(out, splits)
     if ready is None:
         with _written(out, sum(_bytes_needed(one) for one in splits.values())) as folder:

@@ -49,10 +49,10 @@ class PackIndex:
         """What ``load_index`` reads."""
         meta = {"format": FORMAT, "shards": self.shards, "names": self.names, "digest": self.digest}
         meta |= {"counts": dict(self.counts), "bad": self.bad}
-        packed = {"meta": _as_array(json.dumps(meta).encode())}
-        packed["photos"] = _as_array(b"\0".join(os.fsencode(photo) for photo in self.photos))
+        names = _as_array(b"\0".join(os.fsencode(photo) for photo in self.photos))
+        arrays: dict[str, Any] = {name: self.arrays[name] for name in ARRAYS}
         file = io.BytesIO()
-        np.savez(file, **packed, **{name: self.arrays[name] for name in ARRAYS})
+        np.savez(file, meta=_as_array(json.dumps(meta).encode()), photos=names, **arrays)
         return file.getvalue()
 
     def places(self, folder: str) -> list[str]:
@@ -80,10 +80,10 @@ def packed_entry(data: DataYaml, split: Split) -> str | None:
     Raises:
         UserError: an index beside other entries.
     """
-    entries = data.splits.get(split, ())
+    entries: tuple[str, ...] = data.splits.get(split, ())
     if not any(entry.endswith(INDEX_SUFFIX) for entry in entries):
         return None
-    if len(entries) > 1:
+    if len(entries) != 1:
         raise UserError(
             f"{data.file}: '{split}:' names an index beside other entries; pack all photos into one, or unpack them"
         )
@@ -127,15 +127,17 @@ def _parsed(place: str, content: bytes) -> PackIndex:
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as saved:
             meta: dict[str, Any] = json.loads(saved["meta"].tobytes())
-            version = meta["format"]
-            if version == FORMAT:
-                blob, arrays = saved["photos"].tobytes(), {name: saved[name] for name in ARRAYS}
+            if meta["format"] != FORMAT:
+                raise UserError(
+                    f"{place} is of format {meta['format']}, this version reads {FORMAT}; pack anew"
+                )
+            blob, arrays = saved["photos"].tobytes(), {name: saved[name] for name in ARRAYS}
+    except UserError:  # a ValueError, too
+        raise
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{place} is damaged ({' '.join(str(error).split())[:80]}); copy it again, or pack anew"
         ) from error
-    if version != FORMAT:
-        raise UserError(f"{place} is of format {version}, this version reads {FORMAT}; pack anew")
     photos = tuple(os.fsdecode(name) for name in blob.split(b"\0"))
     if not all(len(arrays[name]) == len(photos) for name in ("shard", "starts", "num_bytes")):
         raise UserError(f"{place} is damaged (its arrays differ in length); pack anew")
