@@ -36,6 +36,13 @@ DOORS = {
     "ray.tune": ("yolo_ray/cluster/",),
     "ray": ("yolo_ray/cluster/", "yolo_ray/data/pipeline.py"),
     "mlflow": ("yolo_ray/track/",),
+    "fsspec": ("yolo_ray/data/storage.py",),
+    # What fsspec opens stores with; nobody but fsspec knows which is installed.
+    "s3fs": (),
+    "gcsfs": (),
+    "boto3": (),
+    "botocore": (),
+    "aiohttp": (),
 }
 FILE_LINES, TEST_LINES, PIPELINE_LINES = 400, 700, 60
 FUNCTION_LINES, ARGUMENTS = 60, 7
@@ -256,6 +263,9 @@ def test_the_layer_check_can_fail(path: str, source: str, count: int) -> None:
         ("yolo_ray/cluster/launch.py", "from ray import data", 1),
         ("pipelines/train.py", "import mlflow", 1),
         ("yolo_ray/data/pipeline.py", "import ray.data", 0),
+        ("yolo_ray/data/storage.py", "import fsspec.asyn", 0),
+        ("yolo_ray/data/records.py", "import fsspec", 1),
+        ("yolo_ray/data/storage.py", "import s3fs", 1),
     ],
 )
 def test_the_door_check_can_fail(path: str, source: str, count: int) -> None:

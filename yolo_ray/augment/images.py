@@ -22,7 +22,8 @@ import cv2
 import numpy as np
 from PIL import Image, ImageOps
 
-from yolo_ray.augment.integrity import JPEG_END, JPEG_START, PNG_START, PhotoError, defect_of
+from yolo_ray.augment.integrity import JPEG_END, JPEG_START, PNG_START, PhotoError, check_complete
+from yolo_ray.data.storage import read_bytes
 from yolo_ray.errors import UserError
 
 PAD_VALUE = 114
@@ -50,35 +51,53 @@ def photo_size(path: str | Path) -> tuple[int, int]:
     try:
         with open(path, "rb") as file:
             start = file.read(len(PNG_START))
-            if start.startswith(JPEG_START):
-                file.seek(-min(2, len(start)), os.SEEK_END)
-                if file.read() != JPEG_END:
-                    _check_complete(path, Path(path).read_bytes())
-            elif start == PNG_START:
-                _check_complete(path, Path(path).read_bytes())
-            else:
-                height, width = read_photo(path).shape[:2]
-                return _big_enough(path, height, width)
-            file.seek(0)
-            with _open(path, file) as header:
-                width, height = header.size
-                if _orientation(header) >= 5:
-                    width, height = height, width
+            if not start.startswith(JPEG_START):
+                return size_in(path, start + file.read())
+            file.seek(-min(2, len(start)), os.SEEK_END)
+            if file.read() != JPEG_END:
+                return size_in(path, Path(path).read_bytes())
+            return _header_size(path, file)
+    except OSError as error:
+        raise PhotoError(path, _os_reason(error)) from error
+
+
+def size_in(path: str | Path, data: bytes) -> tuple[int, int]:
+    """``photo_size`` of a photo whose bytes are here already; ``path`` names it in errors."""
+    check_complete(path, data)
+    if data.startswith((JPEG_START, PNG_START)):
+        return _header_size(path, io.BytesIO(data))
+    return _big_enough(path, *_decode(path, data).shape[:2])
+
+
+def _header_size(path: str | Path, file: IO[bytes]) -> tuple[int, int]:
+    file.seek(0)
+    try:
+        with _open(path, file) as header:
+            turned = _orientation(header) >= 5
+            height, width = header.size if turned else header.size[::-1]
     except OSError as error:
         raise PhotoError(path, _os_reason(error)) from error
     return _big_enough(path, height, width)
 
 
 def read_photo(path: str | Path) -> np.ndarray:
-    """Decode a photo to uint8 [h, w, 3] RGB, EXIF rotation applied. Raises PhotoError.
+    """Decode a photo (a place of data/storage) to uint8 [h, w, 3] RGB, EXIF rotation applied. Raises PhotoError.
 
     Gray is repeated over three channels; a palette is looked up; CMYK is converted; alpha is
     dropped (the colours under it stay, as in cv2); 16 bits a channel become 8 by 65535 -> 255,
     rounded. Floats and 32-bit integers have no agreed range and are refused.
     """
     try:
-        data = Path(path).read_bytes()
-        _check_complete(path, data)
+        data = read_bytes(path)
+    except OSError as error:
+        raise PhotoError(path, _os_reason(error)) from error
+    return _decode(path, data)
+
+
+def _decode(path: str | Path, data: bytes) -> np.ndarray:
+    """``read_photo`` of bytes."""
+    try:
+        check_complete(path, data)
         with _open(path, io.BytesIO(data)) as image:
             orientation = _orientation(image)
             # A TIFF that is turned, or 32 bits deep, is one on which decoders disagree.
@@ -134,11 +153,6 @@ def _big_enough(path: str | Path, height: int, width: int) -> tuple[int, int]:
     if min(height, width) < MIN_SIDE_PX:
         raise PhotoError(path, f"only {width}x{height} px, the least is {MIN_SIDE_PX}")
     return height, width
-
-
-def _check_complete(path: str | Path, data: bytes) -> None:
-    if reason := defect_of(data):
-        raise PhotoError(path, reason)
 
 
 def _orientation(image: Image.Image) -> int:

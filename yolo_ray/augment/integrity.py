@@ -33,6 +33,12 @@ def defect_of(data: bytes) -> str | None:
     return None
 
 
+def check_complete(path: str | Path, data: bytes) -> None:
+    """Raise PhotoError, naming ``path``, when ``data`` is not a whole photo file."""
+    if reason := defect_of(data):
+        raise PhotoError(path, reason)
+
+
 def _jpeg_has_end(data: bytes) -> bool:
     """Whether the end marker follows the pixels; cameras may append bytes of their own after it.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from yolo_ray.config.address import checked_place, is_remote
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
 
@@ -33,7 +34,8 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
         project = Path.home() / "runs"
     changes: dict[str, Any] = {"project": str(project.resolve())}
     if config.data.path:
-        changes["data.path"] = str(Path(config.data.path).expanduser().resolve())
+        data = checked_place(config.data.path)
+        changes["data.path"] = data if is_remote(data) else str(Path(data).expanduser().resolve())
     if Path(config.model).expanduser().is_file():
         changes["model"] = str(Path(config.model).expanduser().resolve())
     return config.override(changes)

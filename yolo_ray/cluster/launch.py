@@ -163,15 +163,15 @@ def check_device(config: TrainConfig | EvaluateConfig, placement: Placement) -> 
             )
 
 
-def data_path(config: TrainConfig | EvaluateConfig) -> Path:
-    """The data.yaml that was given.
+def data_path(config: TrainConfig | EvaluateConfig) -> str:
+    """The data.yaml that was given, a path or an address.
 
     Raises:
         UserError: none was.
     """
     if config.data.path is None:
         raise UserError("no data given: pass data=path/to/data.yaml")
-    return Path(config.data.path)
+    return config.data.path
 
 
 def _load_data(config: TrainConfig) -> tuple[Records, Records]:

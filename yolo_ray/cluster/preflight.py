@@ -98,7 +98,10 @@ def _started_here() -> str | None:
 
 
 def _carried_env() -> dict[str, str]:
-    """Settings of the caller's that workers on other nodes need too."""
+    """Settings of the caller's that workers on other nodes need too.
+
+    Ray writes these to its logs. What photos in a store are read with travels with the Records instead.
+    """
     return {name: os.environ[name] for name in ("MLFLOW_TRACKING_TOKEN",) if name in os.environ}
 
 

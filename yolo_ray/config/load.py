@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
+from yolo_ray.config.address import checked_place, is_remote
 from yolo_ray.config.document import Setting, parse_setting, read_settings
 from yolo_ray.config.options import RECORD, build, find_option, options_of, sections_of
 from yolo_ray.config.schema import Configuration, EvaluateConfig, TrainConfig
@@ -136,6 +137,9 @@ class _Merge(Generic[Config]):
 
 
 def _absolute(value: str, folder: Path) -> str:
+    value = checked_place(value)
+    if is_remote(value):
+        return value
     path = Path(value).expanduser()
     beside, here = folder.absolute() / path, path.absolute()
     return str((here if here.exists() and not beside.exists() else beside).resolve())

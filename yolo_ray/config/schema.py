@@ -58,7 +58,8 @@ class PhotosConfig(Section):
     """Where the photos are and how strict their check is; ``data=x.yaml`` sets ``data.path``."""
 
     path: str | None = Field(
-        default=None, description="YOLO-format data.yaml; its folders are relative to it"
+        default=None,
+        description="YOLO-format data.yaml, a path or s3://, gs://, http(s)://; its folders are relative to it",
     )
     max_bad: Fraction = Field(
         default=0.01, description="refuse a split with a larger share of bad photos"

@@ -1,4 +1,4 @@
-"""The YOLO format on disk: data.yaml, photo lists and label files. Nothing here writes."""
+"""The YOLO format: data.yaml and label files, on a disk or elsewhere. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import yaml
 
+from yolo_ray.config.address import checked_place, is_remote, join, parent_of, split_host
+from yolo_ray.data.storage import read_text
 from yolo_ray.errors import UserError
 
 Split = Literal["train", "val"]
@@ -25,10 +27,13 @@ LOWEST, HIGHEST = -0.01, 1.01
 
 @dataclass(frozen=True)
 class DataYaml:
-    """A data.yaml: its file, the folder its entries are relative to, class names, split entries."""
+    """A data.yaml: its file, the folder its entries are relative to, class names, split entries.
 
-    file: Path
-    root: Path
+    File and folder are absolute paths or addresses (``s3://...``).
+    """
+
+    file: str
+    root: str
     names: tuple[str, ...]
     splits: dict[str, tuple[str, ...]]
 
@@ -75,14 +80,16 @@ def load_data_yaml(file: str | Path) -> DataYaml:
 
     Raises UserError for a missing file, bad YAML, bad ``names``, ``nc`` that does not fit.
     """
-    file = Path(os.path.abspath(Path(file).expanduser()))
-    if not file.is_file():
-        raise UserError(f"data={file} is not a file; pass data=PATH/data.yaml")
+    file = _file_at(str(file))
     try:
-        content = yaml.load(file.read_text(encoding="utf-8-sig"), Loader=_Loader)
+        content = yaml.load(read_text(file), Loader=_Loader)
     except yaml.YAMLError as error:
         raise UserError(
             f"{file} is not valid YAML ({' '.join(str(error).split())}); correct it"
+        ) from error
+    except FileNotFoundError as error:
+        raise UserError(
+            f"data={file} is not there; check bucket and path, pass data=s3://BUCKET/PATH/data.yaml"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read ({error}); save it as UTF-8 text") from error
@@ -90,16 +97,7 @@ def load_data_yaml(file: str | Path) -> DataYaml:
         raise UserError(
             f"{file} holds no 'train:', 'val:' and 'names:'; write a YOLO-format data.yaml"
         )
-    path = content.get("path")
-    if not isinstance(path, str | None):
-        raise UserError(f"{file}: 'path:' must be one folder, not {path!r}; correct it")
-    root = Path(
-        os.path.abspath(file.parent / Path(path if path and _given(path) else ".").expanduser())
-    )
-    if not root.is_dir():
-        raise UserError(
-            f"{file}: path {path!r} leads to {root}, which is no folder; correct 'path:'"
-        )
+    root = _root(file, content.get("path"))
     splits = {
         split: entries
         for split, key in (("train", "train"), ("val", "validation"), ("val", "val"))
@@ -108,11 +106,38 @@ def load_data_yaml(file: str | Path) -> DataYaml:
     return DataYaml(file, root, _names(file, content.get("names"), content.get("nc")), splits)
 
 
+def _file_at(file: str) -> str:
+    file = checked_place(file)
+    if is_remote(file):
+        return file
+    file = os.path.abspath(Path(file).expanduser())
+    if not os.path.isfile(file):
+        raise UserError(f"data={file} is not a file; pass data=PATH/data.yaml")
+    return file
+
+
+def _root(file: str, path: Any) -> str:
+    """The folder that ``path:`` names; a remote one is not looked for, stores have no folders."""
+    if not isinstance(path, str | None):
+        raise UserError(f"{file}: 'path:' must be one folder, not {path!r}; correct it")
+    place = checked_place(path) if path and _given(path) else "."
+    if is_remote(place):
+        return join(place, ".")
+    if is_remote(file) and not os.path.isabs(place):
+        return join(parent_of(file), place)
+    root = os.path.abspath(Path(file).parent / Path(place).expanduser())
+    if not os.path.isdir(root):
+        raise UserError(
+            f"{file}: path {path!r} leads to {root}, which is no folder; correct 'path:'"
+        )
+    return root
+
+
 def _given(value: Any) -> bool:
     return value not in (None, "", "~", "null")
 
 
-def _entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
+def _entries(file: str, key: str, value: Any) -> tuple[str, ...]:
     entries = value if isinstance(value, list) else [value] if _given(value) else []
     if not all(isinstance(entry, str) and entry for entry in entries):
         raise UserError(
@@ -121,7 +146,7 @@ def _entries(file: Path, key: str, value: Any) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _names(file: Path, names: Any, nc: Any) -> tuple[str, ...]:
+def _names(file: str, names: Any, nc: Any) -> tuple[str, ...]:
     """Class names by id. Without names, ``nc: 3`` gives class_0 to class_2, as in Ultralytics."""
     count = _count(file, nc)
     if not _given(names) or names in ([], {}):
@@ -146,7 +171,7 @@ def _names(file: Path, names: Any, nc: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _count(file: Path, nc: Any) -> int | None:
+def _count(file: str, nc: Any) -> int | None:
     if not _given(nc):
         return None
     try:
@@ -158,7 +183,7 @@ def _count(file: Path, nc: Any) -> int | None:
     return int(count)
 
 
-def _names_of_map(file: Path, names: dict[str, Any]) -> list[Any]:
+def _names_of_map(file: str, names: dict[str, Any]) -> list[Any]:
     by_id: dict[int, Any] = {}
     for key, name in names.items():
         try:
@@ -179,87 +204,19 @@ def _names_of_map(file: Path, names: dict[str, Any]) -> list[Any]:
     return [by_id[number] for number in range(len(by_id))]
 
 
-# --------------------------------------------------------------------------------- photo lists
-
-
-def list_photos(data: DataYaml, split: Split) -> list[str]:
-    """Absolute paths of a split's photos, sorted. Symbolic links are not resolved.
-
-    Folders are searched through, hidden files passed over. Lines of a .txt are relative to its
-    folder and kept even if they are no photos, so that they can be named. Raises UserError for a
-    missing or empty split.
-    """
-    if split not in data.splits:
-        raise UserError(
-            f"{data.file} has no '{split}:'; add it with the folder of the {split} photos"
-        )
-    photos: list[str] = []
-    for entry in data.splits[split]:
-        place = _place(data, split, entry)
-        if os.path.isdir(place):
-            photos += _photos_in(place)
-        elif place.lower().endswith(".txt"):
-            photos += _photos_listed(place)
-        else:
-            photos.append(place)
-    if not photos:
-        where = ", ".join(data.splits[split])
-        raise UserError(
-            f"{data.file}: split '{split}' has no photos in {where}; correct '{split}:'"
-        )
-    return sorted(photos)
-
-
-def _place(data: DataYaml, split: str, entry: str) -> str:
-    """Absolute place of an entry. Roboflow's exports write ../train/images for train/images."""
-    place = os.path.abspath(data.root / Path(entry).expanduser())
-    if not os.path.exists(place) and entry.startswith("../"):
-        beside = os.path.abspath(data.root / entry[3:])
-        place = beside if os.path.exists(beside) else place
-    if not os.path.exists(place):
-        raise UserError(
-            f"{data.file}: '{split}: {entry}' leads to {place}, which is not there; correct it"
-        )
-    return place
-
-
-def _photos_in(folder: str) -> list[str]:
-    """Photos below a folder. Links to folders are followed, each folder once."""
-    photos: list[str] = []
-    seen: set[str] = set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(parent)
-        folders[:] = [] if real in seen else sorted(name for name in folders if name[0] != ".")
-        if real not in seen:
-            photos += [
-                os.path.join(parent, name) for name in files if name[0] != "." and _is_photo(name)
-            ]
-        seen.add(real)
-    return photos
-
-
-def _is_photo(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in PHOTO_SUFFIXES | UNREADABLE_SUFFIXES
-
-
-def _photos_listed(file: str) -> list[str]:
-    try:
-        lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read ({error}); save it as UTF-8 text") from error
-    folder = os.path.dirname(file)
-    return [os.path.abspath(os.path.join(folder, line.strip())) for line in lines if line.strip()]
-
-
 # ----------------------------------------------------------------------------------- label files
 
 
 def label_path(photo: str) -> str:
-    """Label file of a photo: the last /images/ in its path becomes /labels/, the suffix .txt."""
+    """Label file of a photo: the last /images/ in its path becomes /labels/, the suffix .txt.
+
+    A bucket or host called images stays.
+    """
     mark = f"{os.sep}images{os.sep}"
+    host, photo = split_host(photo) if is_remote(photo) else ("", photo)
     head, found, tail = photo.rpartition(mark)
     moved = f"{head}{os.sep}labels{os.sep}{tail}" if found else photo
-    return os.path.splitext(moved)[0] + ".txt"
+    return host + os.path.splitext(moved)[0] + ".txt"
 
 
 def load_labels(file: str, num_classes: int) -> Labels | None:
@@ -270,7 +227,7 @@ def load_labels(file: str, num_classes: int) -> Labels | None:
     for bad rows and UserError for a class id that data.yaml does not name.
     """
     try:
-        text = Path(file).read_text(encoding="utf-8-sig")
+        text = read_text(file)
     except FileNotFoundError:
         return None
     except UnicodeDecodeError:

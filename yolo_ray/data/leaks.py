@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from yolo_ray.data.records import Records
+from yolo_ray.data.storage import is_plain, read_bytes
 
 TAIL_BYTES = (
     4096  # compressed pixels end there, while the beginnings of photos of one camera are alike
@@ -67,6 +68,8 @@ def _prints(paths: Iterable[str], *, whole: bool) -> dict[str, bytes]:
 
 def _tail(path: str) -> bytes:
     try:
+        if not is_plain(path):
+            return read_bytes(path, -TAIL_BYTES)
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return file.read()
@@ -76,6 +79,8 @@ def _tail(path: str) -> bytes:
 
 def _digest(path: str) -> bytes:
     try:
+        if not is_plain(path):
+            return hashlib.sha256(read_bytes(path)).digest()
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").digest()
     except OSError:

@@ -34,6 +34,7 @@ from yolo_ray.augment.images import (
 from yolo_ray.data.batch import KeptBoxes
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import Records
+from yolo_ray.data.storage import use_access
 from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
@@ -217,6 +218,7 @@ def _read(records: Records, index: int) -> np.ndarray:
     Raises:
         UserError: it can no longer be read.
     """
+    use_access(records.access)
     try:
         return read_photo(str(records.paths[index]))
     except PhotoError as error:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from yolo_ray.augment.images import PhotoError, photo_size
+from yolo_ray.augment.images import PhotoError, photo_size, size_in
+from yolo_ray.config.address import is_remote, parent_of
 from yolo_ray.data.formats import (
     PHOTO_SUFFIXES,
     DataYaml,
@@ -20,13 +21,16 @@ from yolo_ray.data.formats import (
     Labels,
     Split,
     label_path,
-    list_photos,
     load_data_yaml,
     load_labels,
 )
+from yolo_ray.data.listing import list_photos
+from yolo_ray.data.packs import load_index, packed_entry
+from yolo_ray.data.storage import StorageError, access_of, is_plain, read_bytes
 from yolo_ray.errors import UserError
 
 NAMED_IN_MESSAGE = 3
+DISK_READERS, NETWORK_READERS = 16, 64  # a store answers in tens of ms, however many ask
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,13 @@ class BadRecord:
 class Records:
     """Usable photos of a split, sorted by path; boxes of photo i are rows offsets[i]:offsets[i+1].
 
-    paths [N] str, absolute; sizes [N,2] int32 (height, width) px as decoded; offsets [N+1] int64;
+    paths [N] str, absolute, or places as in data/storage.py; sizes [N,2] int32 (height, width) px
+    as decoded; offsets [N+1] int64;
     boxes [M,4] float32 xyxy fractions inside [0,1]; classes [M] int32; names by class id; digest:
     sha256 of all that (paths relative) and the file sizes; bad: photos left out; counts: what was
     noticed, namely duplicates and clipped (boxes); num_bytes [N] int64:
-    the file sizes.
+    the file sizes; access: the environment that remote photos are read with, empty for local ones.
+    It may hold secrets and is never shown.
     """
 
     paths: np.ndarray
@@ -64,6 +70,7 @@ class Records:
     bad: tuple[BadRecord, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     num_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    access: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
         """Number of photos."""
@@ -97,12 +104,16 @@ def load_records(data_yaml: str | Path, split: Split, *, max_bad: float) -> Reco
 
     Bad photos (corrupt, truncated, bad labels) are left out and listed up to the share
     ``max_bad``. Raises UserError above it, for a class id out of range, and for a split that is
-    missing or has no photos, no label files or no boxes.
+    missing or has no photos, no label files or no boxes. A packed split was judged when it was packed.
     """
     data = load_data_yaml(data_yaml)
+    index = packed_entry(data, split)
+    if index is not None:
+        return _unpack(data, split, index, max_bad)
     photos = list_photos(data, split)
     # Threads: the work is file reading; 16 also hide the latency of a network disk.
-    with ThreadPoolExecutor(max_workers=16) as pool:
+    readers = NETWORK_READERS if any(is_remote(photo) for photo in photos) else DISK_READERS
+    with ThreadPoolExecutor(max_workers=readers) as pool:
         judged = list(pool.map(partial(_judge, num_classes=len(data.names)), photos))
     _refuse_mistakes(judged)
     good = [one for one in judged if one.bad is None]
@@ -121,13 +132,54 @@ def _judge(photo: str, *, num_classes: int) -> _Judged:
             raise PhotoError(
                 photo, f"format {suffix or 'without suffix'} is not read, save it as JPEG or PNG"
             )
-        return _Judged(photo, photo_size(photo), os.stat(photo).st_size, labels)
+        if is_plain(photo):
+            return _Judged(photo, photo_size(photo), os.stat(photo).st_size, labels)
+        data = _bytes_of(photo)  # once: each request costs more than its bytes
+        return _Judged(photo, size_in(photo, data), len(data), labels)
+    except StorageError:
+        raise  # the store fails, not this photo: the others would wait for it in vain
     except UserError as error:
         return _Judged(photo, mistake=str(error))
     except PhotoError as error:
         return _Judged(photo, bad=BadRecord(photo, None, error.reason))
     except LabelError as error:
         return _Judged(photo, bad=BadRecord(label_file, error.line, error.reason))
+
+
+def _unpack(data: DataYaml, split: Split, place: str, max_bad: float) -> Records:
+    """Records of a packed split; no photo is opened."""
+    index = load_index(place)
+    bad = tuple(BadRecord(*one) for one in index.bad)
+    _refuse_too_many(data, split, bad, len(index.photos) + len(bad), max_bad)
+    arrays = {name: index.arrays[name] for name in ("sizes", "offsets", "boxes", "classes")}
+    num_bytes = index.arrays["num_bytes"]
+    if _digest(index.photos, num_bytes, arrays, index.names) != index.digest:
+        raise UserError(f"{place} is damaged (its digest differs); copy it again, or pack anew")
+    if len(data.names) != len(index.names):
+        raise UserError(
+            f"{data.file} names {len(data.names)} classes, {place} has {len(index.names)}; correct 'names:'"
+        )
+    for array in (*arrays.values(), num_bytes):
+        array.setflags(write=False)
+    folder = parent_of(place) if is_remote(place) else os.path.dirname(place)
+    places = index.places(folder)
+    return Records(
+        paths=np.array(places),
+        **arrays,
+        names=data.names,
+        digest=_digest(index.photos, num_bytes, arrays, data.names),
+        bad=bad,
+        counts=index.counts,
+        num_bytes=num_bytes,
+        access=access_of(places),
+    )
+
+
+def _bytes_of(photo: str) -> bytes:
+    try:
+        return read_bytes(photo)
+    except FileNotFoundError:
+        raise PhotoError(photo, "no such file") from None
 
 
 def _refuse_mistakes(judged: Sequence[_Judged]) -> None:
@@ -181,25 +233,39 @@ def _flatten(data: DataYaml, good: Sequence[_Judged], bad: tuple[BadRecord, ...]
         "duplicates": sum(one.duplicates for one in labels),
         "clipped": sum(one.clipped for one in labels),
     }
+    num_bytes = np.array([one.size_bytes for one in good], np.int64)
+    photos = [relative_name(one.path, data.root) for one in good]
     return Records(
         paths=np.array([one.path for one in good]),
         **arrays,
         names=data.names,
-        digest=_digest(data, good, arrays),
+        digest=_digest(photos, num_bytes, arrays, data.names),
         bad=bad,
         counts=counts,
-        num_bytes=np.array([one.size_bytes for one in good], np.int64),
+        num_bytes=num_bytes,
+        access=access_of(one.path for one in good),
     )
 
 
-def _digest(data: DataYaml, good: Sequence[_Judged], arrays: Mapping[str, np.ndarray]) -> str:
+def relative_name(photo: str, root: str) -> str:
+    """A photo's place below the data set's folder, the same on a disk and in a store."""
+    if is_remote(photo) != is_remote(root):
+        return photo
+    return Path(os.path.relpath(photo, root)).as_posix()
+
+
+def _digest(
+    photos: Sequence[str],
+    num_bytes: np.ndarray,
+    arrays: Mapping[str, np.ndarray],
+    names: Sequence[str],
+) -> str:
     """sha256, the same wherever the data set lies and on machines of either byte order."""
     total = hashlib.sha256()
-    for one in good:
-        place = Path(os.path.relpath(one.path, data.root)).as_posix()
-        total.update(os.fsencode(f"{place}\0{one.size_bytes}\0"))
+    for photo, length in zip(photos, num_bytes.tolist(), strict=True):
+        total.update(os.fsencode(f"{photo}\0{length}\0"))
     for name in ("sizes", "offsets", "boxes", "classes"):
         little = arrays[name].astype(arrays[name].dtype.newbyteorder("<"))
         total.update(f"{name}{little.shape}\0".encode() + little.tobytes())
-    total.update("\0".join(data.names).encode())
+    total.update("\0".join(names).encode())
     return total.hexdigest()
