@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import cv2
 import numpy as np
+import PIL
 from PIL import Image, ImageOps
 
 from yolo_ray.augment.integrity import JPEG_END, JPEG_START, PNG_START, PhotoError, defect_of
@@ -34,6 +35,11 @@ DEFAULT_CHAIN: tuple[dict[str, Any], ...] = tuple(
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "AVIF", "JPEG2000")  # MPO comes with JPEG
 # cv2 decodes these without a surprise once its own EXIF rotation is off; PIL decodes the rest.
 _CV2_FORMATS = frozenset({"JPEG", "MPO", "PNG", "WEBP", "TIFF"})
+# cv2 takes IMREAD_REDUCED_* as bits; only JPEG is decoded at that size, others would be shrunk afterwards.
+_REDUCED = {1: 0, 2: 16, 4: 32, 8: 64}
+DECODERS = (
+    f"cv2 {cv2.__version__}, PIL {PIL.__version__}"  # other versions may round pixels otherwise
+)
 # Abstract classes, and ones that take functions, which no YAML file can hold.
 _NOT_OFFERED = frozenset(
     {"BasicTransform", "DualTransform", "ImageOnlyTransform", "NoOp", "Lambda", "Transform3D"}
@@ -69,8 +75,10 @@ def photo_size(path: str | Path) -> tuple[int, int]:
     return _big_enough(path, height, width)
 
 
-def read_photo(path: str | Path) -> np.ndarray:
+def read_photo(path: str | Path, reduce: int = 1) -> np.ndarray:
     """Decode a photo to uint8 [h, w, 3] RGB, EXIF rotation applied. Raises PhotoError.
+
+    ``reduce`` 2, 4 or 8: a JPEG is decoded at that part of its size, rounded up; others are not.
 
     Gray is repeated over three channels; a palette is looked up; CMYK is converted; alpha is
     dropped (the colours under it stay, as in cv2); 16 bits a channel become 8 by 65535 -> 255,
@@ -86,6 +94,7 @@ def read_photo(path: str | Path) -> np.ndarray:
             if image.format in _CV2_FORMATS and not odd:
                 cv2.setNumThreads(1)
                 flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_ANYDEPTH | cv2.IMREAD_IGNORE_ORIENTATION
+                flags |= _REDUCED[reduce] if image.format in ("JPEG", "MPO") else 0
                 photo = cv2.imdecode(np.frombuffer(data, np.uint8), flags)
                 if photo is not None and photo.dtype in (np.uint8, np.uint16):
                     return _oriented(_to_8_bits(photo), orientation)
@@ -189,13 +198,17 @@ def resized_size(
     return new_heights, np.minimum(np.ceil(widths * ratio), imgsz).astype(np.int64)
 
 
-def resize_photo(photo: np.ndarray, imgsz: int) -> np.ndarray:
-    """uint8 [h, w, 3] -> [h', w', 3] with max(h', w') = imgsz, bilinear, up or down."""
-    height, width = photo.shape[:2]
-    if max(height, width) == imgsz:
+def resize_photo(
+    photo: np.ndarray, imgsz: int, full_size: tuple[int, int] | None = None
+) -> np.ndarray:
+    """uint8 [h, w, 3] -> [h', w', 3] with max(h', w') = imgsz, bilinear, up or down.
+
+    ``full_size``: the (height, width) that decides h' and w', where the photo was decoded reduced.
+    """
+    new_height, new_width = resized_size(*(full_size or photo.shape[:2]), imgsz)
+    if photo.shape[:2] == (new_height, new_width):
         return photo
     cv2.setNumThreads(1)  # the tasks are the parallelism; cv2's threads would fight over their CPUs
-    new_height, new_width = resized_size(height, width, imgsz)
     return cv2.resize(photo, (int(new_width), int(new_height)), interpolation=cv2.INTER_LINEAR)
 
 
