@@ -92,6 +92,15 @@ def test_a_photo_that_has_gone_is_told_although_it_is_cached(
         resized_photo(records, 0, reading)
 
 
+def test_a_cache_that_is_cleared_meanwhile_is_made_again(records: Records, tmp_path: Path) -> None:
+    place = place_of("disk", records, tmp_path / "cache")
+    first = photos(records, Reading(64, cache=place))
+    shutil.rmtree(tmp_path / "cache")
+    for ours, theirs in zip(photos(records, Reading(64, cache=place)), first, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert len(list((tmp_path / "cache").iterdir())) == 1 and new_trouble() == ""
+
+
 def test_a_full_disk_ends_the_adding_with_a_sentence(
     records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

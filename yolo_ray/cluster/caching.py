@@ -128,6 +128,8 @@ def _on_every_node(work: Any, place: CachePlace) -> list[Any]:
     for task in done:
         try:
             answers.append(ray.get(task))
+        except ray.exceptions.RayTaskError:
+            raise
         except ray.exceptions.RayError:  # the node has gone
             continue
     return answers

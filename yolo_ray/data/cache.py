@@ -113,6 +113,15 @@ class PhotoCache:
     def _descriptor(self) -> int:
         return self._file.fileno()
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the file was removed meanwhile; what is added then is lost with this process."""
+        return os.fstat(self._descriptor).st_nlink == 0
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
     def get(self, index: int, stamp: Stamp) -> np.ndarray | None:
         """A copy of the photo, uint8 [h', w', 3], the caller's own; None where it is missing or damaged."""
         try:

@@ -93,6 +93,10 @@ class _Opened:
         if reading.cache is None:
             return None
         key = (records.digest, reading)
+        cache = self.caches.get(key)
+        if cache is not None and cache.is_gone:  # cleared, or swept between two runs
+            cache.close()
+            del self.caches[key]
         if key not in self.caches:
             self.caches[key] = self._open(records, reading, reading.cache)
         return self.caches[key]

@@ -143,7 +143,7 @@ def _own_folder(place: CachePlace) -> None:
 def _held_bytes(path: Path) -> int:
     try:
         return os.stat(path).st_blocks * _BLOCK_BYTES
-    except FileNotFoundError:
+    except OSError:  # there is none
         return 0
 
 
