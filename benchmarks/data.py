@@ -1,10 +1,11 @@
 """Photos a second on one core: decoded anew, decoded reduced, and from the cache in memory and on disk.
 
-    python benchmarks/data.py --photos FOLDER --imgsz 640 [--enlarge 4000]
+    python benchmarks/data.py --photos FOLDER --imgsz 640 [--enlarge 4000] [--stream]
 
 Nothing is written beside the photos. ``--enlarge`` measures copies whose longest side was made that many px, for a
 folder of small photos. A row is the median of ``--rounds`` passes over the photos, whose files lie in the page cache.
-The disk row is measured again with the cache file's pages dropped before each pass.
+The disk row is measured again with the cache file's pages dropped before each pass. ``--stream`` measures the whole way
+through Ray Data into this process instead, on all cores, without albumentations.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import ray
 
 from yolo_ray.augment.images import photo_size, read_photo, write_photo
+from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.cache import cache_file, make_file
+from yolo_ray.data.pipeline import StreamLimits, train_photos
+from yolo_ray.data.plan import Plan
 from yolo_ray.data.reading import Reading, new_trouble, resized_photo
 from yolo_ray.data.records import Records
 from yolo_ray.data.room import CachePlace
@@ -38,6 +43,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--enlarge", type=int, default=0)
     parser.add_argument("--limit", type=int, default=200, help="photos at most")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--stream", action="store_true")
     return parser.parse_args(argv)
 
 
@@ -118,6 +124,37 @@ def differences(records: Records, imgsz: int) -> None:
     )
 
 
+def stream_rates(records: Records, reading: Reading, rounds: int) -> list[float]:
+    """Photos a second of steps of 16 photos that come out of Ray Data, each round after the first chunk's start."""
+    epochs = 4
+    plan = Plan(records, seed=0, epochs=epochs, batch=16, imgsz=reading.imgsz, augment=AugmentConfig())  # fmt: skip
+    handle = ray.put(plan)
+    limits = StreamLimits(os.cpu_count() or 1, 1.0, 2**28)
+    rates = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        steps = range(plan.total_steps)
+        count = sum(
+            len(photos.ids)
+            for photos in train_photos(handle, range(16), steps, False, reading, limits, print)
+        )
+        rates.append(count / (time.perf_counter() - start))
+    return rates
+
+
+def stream(records: Records, folder: Path, arguments: argparse.Namespace) -> None:
+    """Rows of the whole way: decoded anew, and from a full cache."""
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    print(f"| {os.cpu_count()} cores, through Ray Data | photos/s | min-max |\n|---|---|---|")
+    plain = Reading(arguments.imgsz)
+    file = cache_file(records, arguments.imgsz, fast_decode=False)
+    full = Reading(arguments.imgsz, cache=CachePlace("disk", (file,), str(folder)))
+    rate(records, full, 1)
+    stream_rates(records, full, 1)  # Ray starts its processes
+    show("decoded anew", stream_rates(records, plain, arguments.rounds))
+    show("cache=memory, full", stream_rates(records, full, arguments.rounds))
+
+
 def main(argv: list[str]) -> None:
     """Measure and print a table."""
     arguments = parse(argv)
@@ -133,6 +170,8 @@ def main(argv: list[str]) -> None:
         records = records_of(found)
         height, width = np.median(records.sizes, axis=0).astype(int)
         print(f"{len(records)} photos, median {width}x{height} px, imgsz={arguments.imgsz}\n")
+        if arguments.stream:
+            return stream(records, Path(memory), arguments)
         print("| one core | photos/s | min-max |\n|---|---|---|")
         plain, fast = Reading(arguments.imgsz), Reading(arguments.imgsz, fast_decode=True)
         show("read, decode, resize", rate(records, plain, arguments.rounds))

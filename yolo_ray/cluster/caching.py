@@ -18,8 +18,8 @@ from yolo_ray.data.cache import cache_file
 from yolo_ray.data.reading import Reading
 from yolo_ray.data.records import Records
 from yolo_ray.data.room import (
-    GIB,
     CachePlace,
+    amount,
     held,
     held_bytes,
     make_room,
@@ -72,12 +72,11 @@ def cached(reading: Reading) -> Iterator[tuple[Reading, list[tuple[str, str]]]]:
         return
     nodes = _on_every_node(_prepare, place)
     refused = tuple(sorted({node.host for node in nodes if node.reason}))
-    if nodes and all(node.reason for node in nodes):
-        yield replace(reading, cache=None), _told(place, nodes)
-        return
+    nowhere = bool(nodes) and all(node.reason for node in nodes)
+    granted = replace(reading, cache=None) if nowhere else replace(reading, refused=refused)
     try:
         with held(place):  # the workers, which hold it on the other nodes, are not there yet
-            yield replace(reading, refused=refused), _told(place, nodes)
+            yield granted, _told(place, nodes)
     finally:
         with suppress(ray.exceptions.RayError):  # how the run ended counts, not how its cache did
             _on_every_node(_clean, place)
@@ -88,16 +87,14 @@ def _told(place: CachePlace, nodes: list[_Node]) -> list[tuple[str, str]]:
     told = [("warning", f"{reason}; photos are decoded anew each time there") for reason in reasons]
     ready = [node for node in nodes if not node.reason]
     if ready:
-        text = f"data.cache={place.kind}: {place.num_bytes / GIB:.2f} GiB of resized photos in {place.path}"
-        least = min(node.there for node in ready)
-        text += (
-            f", {least / GIB:.2f} GiB of them there already"
-            if least
-            else ", filled as they are read"
+        text = (
+            f"data.cache={place.kind}: {amount(place.num_bytes)} of resized photos in {place.path}"
         )
+        least = min(node.there for node in ready)
+        text += f", {amount(least)} of them there already" if least else ", filled as they are read"
         others = max(node.others for node in ready)
         if others and place.kind == "disk":
-            text += f"; caches of other data there take {others / GIB:.2f} GiB, remove files you no longer need"
+            text += f"; caches of other data there take {amount(others)}, remove files you no longer need"
         told.append(("note", text))
     return told
 

@@ -22,7 +22,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # What a cache may take of what is free: the rest is for Ray's object store and the workers, or for other files.
 _SHARE = {"memory": 0.8, "disk": 0.95}
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system (POSIX)
-GIB = 2**30
+_GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,13 @@ class CachePlace:
             return Path(self.folder).expanduser()
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return home / "yolo_ray" / "photos"
+
+
+def amount(num_bytes: int) -> str:
+    """Bytes for people."""
+    if num_bytes >= _GIB:
+        return f"{num_bytes / _GIB:.2f} GiB"
+    return f"{num_bytes / _MIB:.1f} MiB"
 
 
 def make_room(place: CachePlace) -> str:
@@ -173,7 +180,7 @@ def _container_bytes() -> list[int]:
 
 def _too_small(place: CachePlace, lacking: int, usable: int) -> str:
     other = "data.cache=disk" if place.kind == "memory" else "data.cache_dir to a larger disk"
-    lack, can, missing = (f"{n / GIB:.2f} GiB" for n in (lacking, usable, lacking - usable))
+    lack, can, missing = (amount(num_bytes) for num_bytes in (lacking, usable, lacking - usable))
     return (
         f"data.cache={place.kind} is left out on {socket.gethostname()}: the photos need {lack} in {place.path} and "
         f"{can} can be taken, {missing} too little; free as much, or set {other} or a smaller imgsz"
