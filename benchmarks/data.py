@@ -116,7 +116,10 @@ def differences(records: Records, imgsz: int) -> None:
     """What reduced decoding changes, in gray levels."""
     means, largest = [], 0
     for index in range(len(records)):
-        slow, fast = (resized_photo(records, index, Reading(imgsz, f)).astype(int) for f in (0, 1))
+        slow, fast = (
+            resized_photo(records, index, Reading(imgsz, fast)).astype(int)
+            for fast in (False, True)
+        )
         means.append(np.abs(slow - fast).mean())
         largest = max(largest, int(np.abs(slow - fast).max()))
     print(

@@ -95,7 +95,11 @@ def test_what_is_given_out_is_the_callers_own(records: Records, tmp_path: Path) 
 
 
 def test_the_name_depends_on_everything_the_pixels_depend_on(data: Path, records: Records) -> None:
-    names = {cache_file(records, size, fast_decode=fast).name for size in (64, 96) for fast in (0, 1)}  # fmt: skip
+    names = {
+        cache_file(records, size, fast_decode=fast).name
+        for size in (64, 96)
+        for fast in (False, True)
+    }
     write_photo(data.parent / "images" / "train" / "0003.jpg", np.zeros((60, 90, 3), np.uint8))
     names.add(cache_file(load_records(data, "train", max_bad=0), 64, fast_decode=False).name)
     assert len(names) == 5

@@ -198,14 +198,13 @@ def resized_size(
     return new_heights, np.minimum(np.ceil(widths * ratio), imgsz).astype(np.int64)
 
 
-def resize_photo(
-    photo: np.ndarray, imgsz: int, full_size: tuple[int, int] | None = None
-) -> np.ndarray:
+def resize_photo(photo: np.ndarray, imgsz: int, full: tuple[int, int] | None = None) -> np.ndarray:
     """uint8 [h, w, 3] -> [h', w', 3] with max(h', w') = imgsz, bilinear, up or down.
 
-    ``full_size``: the (height, width) that decides h' and w', where the photo was decoded reduced.
+    ``full``: the (height, width) that decides h' and w', where the photo was decoded reduced.
     """
-    new_height, new_width = resized_size(*(full_size or photo.shape[:2]), imgsz)
+    height, width = full or photo.shape[:2]
+    new_height, new_width = resized_size(height, width, imgsz)
     if photo.shape[:2] == (new_height, new_width):
         return photo
     cv2.setNumThreads(1)  # the tasks are the parallelism; cv2's threads would fight over their CPUs

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from yolo_ray.config.schema import PhotosConfig
@@ -78,7 +79,7 @@ def cached(reading: Reading) -> Iterator[tuple[Reading, list[tuple[str, str]]]]:
         with held(place):  # the workers, which hold it on the other nodes, are not there yet
             yield granted, _told(place, nodes)
     finally:
-        with suppress(ray.exceptions.RayError):  # how the run ended counts, not how its cache did
+        with suppress(RayError):  # how the run ended counts, not how its cache did
             _on_every_node(_clean, place)
 
 
@@ -125,9 +126,9 @@ def _on_every_node(work: Any, place: CachePlace) -> list[Any]:
     for task in done:
         try:
             answers.append(ray.get(task))
-        except ray.exceptions.RayTaskError:
+        except RayTaskError:
             raise
-        except ray.exceptions.RayError:  # the node has gone
+        except RayError:  # the node has gone
             continue
     return answers
 

@@ -129,7 +129,9 @@ class PhotoCache:
             if len(entry) < _ENTRY.size or _ENTRY.unpack(entry)[1:] != stamp:
                 return None
             photo = np.empty(self.layout.shape_of(index), np.uint8)
-            length = os.preadv(self._descriptor, [photo], int(self.layout.offsets[index]))
+            length = os.preadv(
+                self._descriptor, [photo.reshape(-1).data], int(self.layout.offsets[index])
+            )
         except OSError as error:
             self.trouble = self.trouble or error.strerror or str(error)
             return None
@@ -149,7 +151,7 @@ class PhotoCache:
             self.trouble = error.strerror or str(error)
 
     def _write(self, content: np.ndarray, offset: int) -> None:
-        rest = memoryview(content.reshape(-1))
+        rest = content.reshape(-1).data
         while rest:
             written = os.pwrite(self._descriptor, rest, offset)
             rest, offset = rest[written:], offset + written

@@ -70,7 +70,7 @@ def _decode(records: Records, index: int, reading: Reading) -> np.ndarray:
         part = reduction((height, width), reading.imgsz) if reading.fast_decode else 1
         photo = read_photo(path, part)
         if part > 1 and photo.shape[:2] == (-(-height // part), -(-width // part)):
-            return resize_photo(photo, reading.imgsz, full_size=(height, width))
+            return resize_photo(photo, reading.imgsz, full=(height, width))
         if part > 1 and photo.shape[:2] != (height, width):  # replaced since the run began
             photo = read_photo(path)
         return resize_photo(photo, reading.imgsz)
