@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,7 @@ def test_memory_is_bounded_by_what_the_machine_has(
 ) -> None:
     place = place_of("memory", records)
     assert make_room(place) == ""
+    assert "too little" in make_room(replace(place, spare_bytes=2**60))
     monkeypatch.setattr(room, "_container_bytes", lambda: [100])
     assert "too little" in make_room(place)
 

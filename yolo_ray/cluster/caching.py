@@ -67,10 +67,12 @@ def cached(reading: Reading) -> Iterator[tuple[Reading, list[tuple[str, str]]]]:
 
     Files in memory are removed from all nodes at the end. A run that is killed leaves them to the next run's start.
     """
-    place = reading.cache
-    if place is None:
+    if reading.cache is None:
         yield reading, []
         return
+    stores = [int(node["Resources"].get("object_store_memory", 0)) for node in ray.nodes()]
+    place = replace(reading.cache, spare_bytes=max(stores))
+    reading = replace(reading, cache=place)
     nodes = _on_every_node(_prepare, place)
     refused = tuple(sorted({node.host for node in nodes if node.reason}))
     nowhere = bool(nodes) and all(node.reason for node in nodes)
@@ -134,8 +136,9 @@ def _on_every_node(work: Any, place: CachePlace) -> list[Any]:
 
 
 def _refuse_among_photos(folder: Path, records: Records) -> None:
-    photos = os.path.commonpath([os.path.dirname(str(path)) for path in records.paths])
-    if folder.resolve().is_relative_to(Path(photos).resolve()):
+    folders = [os.path.dirname(path) for path in records.paths.tolist() if os.path.isabs(path)]
+    photos = os.path.commonpath(folders) if folders else ""
+    if photos and folder.resolve().is_relative_to(Path(photos).resolve()):
         raise UserError(
             f"data.cache_dir={folder} lies among the photos in {photos}, where nothing is written: "
             "give a folder elsewhere"

@@ -19,7 +19,7 @@ from yolo_ray.data.cache import SUFFIX, CacheFile, make_file
 
 CacheKind = Literal["off", "memory", "disk"]
 SHARED_MEMORY = Path("/dev/shm")
-# What a cache may take of what is free: the rest is for Ray's object store and the workers, or for other files.
+# What a cache may take of what is free: the rest is for the workers, or for other files.
 _SHARE = {"memory": 0.8, "disk": 0.95}
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system (POSIX)
 _GIB, _MIB = 2**30, 2**20
@@ -27,11 +27,18 @@ _GIB, _MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class CachePlace:
-    """Where a run's cache files are, on every node alike. ``folder``: of ``disk``, none: the user's cache folder."""
+    """Where a run's cache files are, on every node alike.
+
+    Attributes:
+        folder: of ``disk``; None: the user's cache folder.
+        spare_bytes: of memory, left to Ray's object store, which lies in /dev/shm too and takes its pages late: a
+            node whose shared memory runs out then loses its raylet.
+    """
 
     kind: CacheKind
     files: tuple[CacheFile, ...]
     folder: str | None = None
+    spare_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -159,7 +166,7 @@ def _free_bytes(place: CachePlace) -> int:
     if place.kind == "disk":
         return free
     available = psutil.virtual_memory().available
-    return min(free, available, *_container_bytes())
+    return max(0, min(free, available, *_container_bytes()) - place.spare_bytes)
 
 
 def _container_bytes() -> list[int]:
