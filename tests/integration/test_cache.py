@@ -109,7 +109,9 @@ def test_a_run_is_the_same_with_a_cache_and_leaves_none_in_memory(
             "mlflow.enabled=false", *SMALL,
         )  # fmt: skip
         assert outcome.code == 0, outcome.stderr
-        assert ("data.cache=memory: 0.2 MiB of resized photos" in outcome.stderr) == (cache == "memory")
+        assert ("data.cache=memory: 0.2 MiB of resized photos" in outcome.stderr) == (
+            cache == "memory"
+        )
     assert losses_of(tmp_path / "off") == losses_of(tmp_path / "memory") != []
     assert not in_memory(data).exists() and not in_memory(data, "val").exists()
 
