@@ -23,7 +23,7 @@ import ray
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from yolo_ray.augment.images import build_transform
+from yolo_ray.augment.transforms import build_transform
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import StreamLimits, _train_photo, train_photos

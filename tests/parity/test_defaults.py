@@ -15,6 +15,7 @@ EXCEPTIONS = {
     "project": "none means runs/detect there; runs here",
     "name": "none means train there",
     "resume": "a switch there; the folder of the run here",
+    "cache": "a switch or ram or disk there; off, memory or disk here, theirs are understood",
     "conf": "none means 0.001 in validation there",
     "mode": "which command runs there; how the graph is used here",
     "compile": "a switch or a mode of torch.compile there; what is compiled here",
@@ -45,3 +46,11 @@ def test_an_exception_is_still_one(leaf: str) -> None:
 def test_every_option_of_ultralytics_is_known() -> None:
     known = set(OURS) | set(UNSUPPORTED) | set(sections_of(TrainConfig))
     assert sorted(set(DEFAULT_CFG_DICT) - known) == []
+
+
+def test_the_cache_options_of_ultralytics_mean_the_same() -> None:
+    default = TrainConfig()
+    assert default.override({"cache": DEFAULT_CFG_DICT["cache"]}).data.cache == default.data.cache
+    spellings = {False: "off", True: "memory", "ram": "memory", "RAM": "memory", "disk": "disk"}
+    for theirs, ours in spellings.items():
+        assert default.override({"cache": theirs}).data.cache == ours

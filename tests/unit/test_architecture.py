@@ -30,7 +30,7 @@ LAYERS = {
 # The only places that may import a dependency; a folder or a file.
 DOORS = {
     "ultralytics": ("yolo_ray/model/build.py", "yolo_ray/bench/rival.py"),
-    "albumentations": ("yolo_ray/augment/images.py",),
+    "albumentations": ("yolo_ray/augment/transforms.py",),
     "ray.data": ("yolo_ray/data/pipeline.py",),
     "ray.train": ("yolo_ray/cluster/",),
     "ray.tune": ("yolo_ray/cluster/",),

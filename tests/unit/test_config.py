@@ -82,6 +82,20 @@ def test_freeze_is_a_number_or_a_list() -> None:
     assert load(["data=x", "freeze=[0,1]"]).flat()["freeze"] == "[0, 1]"
 
 
+def test_the_cache_is_given_in_our_words_or_in_those_of_ultralytics() -> None:
+    words = {"off": "off", "false": "off", "true": "memory", "ram": "memory", "disk": "disk"}
+    for text, value in (words | {"memory": "memory", "RAM": "memory"}).items():
+        config = load(["data=x", f"cache={text}"])
+        assert config.data.cache == value and config.is_given("cache")
+        assert load([write("c.yaml", f"data: {{path: x, cache: {text}}}\n")]).data.cache == value
+        assert load(["data=x", f"data.cache={text}"], EvaluateConfig).data.cache == value
+        dump(config, Path("again.yaml"))
+        assert load(["again.yaml"]).data.cache == value
+    for text in ("1", "maybe", "[disk]"):
+        with pytest.raises(UserError, match=r"cache.*is wrong: expected true or false or"):
+            load(["data=x", f"cache={text}"])
+
+
 def test_data_shorthand_and_section() -> None:
     assert load(["data=x.yaml", "data.max_bad=0.1"]).data.max_bad == 0.1
     inline = load(["data={path: y.yaml, max_bad: 0.2}"]).data

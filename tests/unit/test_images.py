@@ -16,7 +16,6 @@ from PIL import Image, ImageOps
 
 from yolo_ray.augment.images import (
     PhotoError,
-    build_transform,
     letterbox,
     photo_size,
     read_photo,
@@ -24,6 +23,7 @@ from yolo_ray.augment.images import (
     resized_size,
     write_photo,
 )
+from yolo_ray.augment.transforms import build_transform
 from yolo_ray.errors import UserError
 
 SIZES = [(480, 640), (37, 640), (333, 500), (640, 213), (100, 99), (1, 900), (320, 320), (75, 91)]

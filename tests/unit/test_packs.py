@@ -103,7 +103,7 @@ def test_records_pixels_and_digest_are_those_of_the_folder(data: Path, tmp_path:
             Path(str(path)).relative_to(data.parent).as_posix() for path in one.paths
         ]
     train = both(made)[0]
-    assert train.counts == {"background": 1, "duplicates": 1, "clipped": 1} and len(train.bad) == 1
+    assert train.counts == {"duplicates": 1, "clipped": 1} and len(train.bad) == 1
     assert len({str(place).rpartition("::")[2] for place in train.paths}) > 1, "several shards"
     files = {path.name for path in (tmp_path / "pack").iterdir()}
     assert {"data.yaml", "train.index.npz", "val.index.npz", "val-00000.tar"} <= files

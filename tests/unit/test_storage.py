@@ -395,13 +395,15 @@ def test_records_carry_their_access_and_never_show_it(remote: str) -> None:
 def test_a_task_reads_with_the_access_of_the_records(
     local: Path, remote: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from yolo_ray.data.pipeline import _read
+    from yolo_ray.augment.images import resize_photo
+    from yolo_ray.data.reading import Reading, resized_photo
 
     records = load_records(f"{remote}/data.yaml", "val", max_bad=0.2)
     for name in records.access:  # a node that was started without them
         monkeypatch.delenv(name)
     here = read_photo(local.parent / "images" / "val" / "0001.jpg")
-    np.testing.assert_array_equal(_read(records, 1), here)
+    there = resized_photo(records, 1, Reading(imgsz=64))
+    np.testing.assert_array_equal(there, resize_photo(here, 64))
 
 
 def test_errors_name_the_variable_instead_of_its_value(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from yolo_ray.cluster.caching import cached, reading_of
 from yolo_ray.cluster.launch import check_device, data_path, run_workers
 from yolo_ray.cluster.preflight import connect, place
 from yolo_ray.cluster.worker import EvaluateJob, evaluate_worker
@@ -41,12 +44,18 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "
             "evaluate with the data.yaml it was trained on"
         )
+    reading = reading_of(config.data, config.imgsz, val)
     connect(config.cluster.address)
     placement = place(config.cluster)
     check_device(config, placement)
-    with tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder:
-        job = EvaluateJob(config, Path(folder), placement, ray.put(val), weights)
+    with (
+        tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder,
+        cached(reading) as (reading, sentences),
+    ):
+        job = EvaluateJob(config, Path(folder), placement, ray.put(val), weights, reading)
         metrics = run_workers(job, evaluate_worker, 0)
+        for text in [text for _, text in sentences] + _warnings(Path(folder)):
+            print(text, file=sys.stderr)
     named = {name.removeprefix("val/"): value for name, value in metrics.items()}
     return {
         "weights": weights,
@@ -55,3 +64,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         "left_out": len(val.bad),
         **named,
     }
+
+
+def _warnings(folder: Path) -> list[str]:
+    """What the workers had to say."""
+    log = folder / "events.jsonl"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [json.loads(line)["text"] for line in lines]

@@ -21,7 +21,8 @@ from ray.exceptions import OutOfMemoryError
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from yolo_ray.augment.images import build_transform
+from yolo_ray.augment.transforms import build_transform
+from yolo_ray.cluster.caching import cached, reading_of
 from yolo_ray.cluster.folder import (
     absolute_paths,
     check_writable,
@@ -42,6 +43,7 @@ from yolo_ray.cluster.worker import FAILURE_FILE, EvaluateJob, Job, find_user_er
 from yolo_ray.config.load import RUN_CONFIG, dump
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
+from yolo_ray.data.reading import Reading
 from yolo_ray.data.records import Records, load_records
 from yolo_ray.data.sides import sides_of
 from yolo_ray.errors import StopRequested, UserError
@@ -84,6 +86,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     """
     config = absolute_paths(config)
     train_records, val_records = _load_data(config)
+    reading = reading_of(config.data, config.imgsz, train_records, val_records)
     config = resolve_batch(config, train_records)
     source = find_model(config)
     detector = build_detector(source, train_records.names, imgsz=config.imgsz, seed=config.seed)
@@ -108,11 +111,12 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         ("note", left_out_sentence(folder, train_records, val_records)),
         ("warning", leak_sentence(train_records, val_records)),
     ]
-    with claimed(folder):
+    with claimed(folder), cached(reading) as (reading, cache_sentences):
         with disk_explained(folder):
             model = keep_model(folder, source)
         job = _build_job(config, folder, placement, plan, val_records, model)
-        return _train_in(job, plan, val_records.digest, observer, sentences)
+        job = replace(job, reading=reading)
+        return _train_in(job, plan, val_records.digest, observer, sentences + cache_sentences)
 
 
 def _train_in(
@@ -206,7 +210,7 @@ def _build_job(
 ) -> Job:
     return Job(
         config=config, folder=folder, placement=placement, optim=_optim_of(config, plan),
-        tracker=NullTracker(), model=model,
+        tracker=NullTracker(), model=model, reading=Reading(config.imgsz),
         plan=ray.put(plan), val=ray.put(val), names=plan.records.names, data_digest=plan.records.digest,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import eval_photos, train_photos
 from yolo_ray.data.plan import Plan, slots_of
+from yolo_ray.data.reading import Reading
 from yolo_ray.data.records import Records
+from yolo_ray.data.room import held
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, build_detector, load_detector
 from yolo_ray.model.freeze import freeze_layers
@@ -63,6 +65,7 @@ class Job:
     names: tuple[str, ...]
     data_digest: str
     model: str
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class EvaluateJob:
     placement: Placement
     val: ray.ObjectRef
     weights: str
+    reading: Reading
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,22 @@ def _guarded(job: Job | EvaluateJob, work: Callable[[Here], T], seed: int) -> T 
     if (job.folder / FAILURE_FILE).exists():
         return None  # a restart after a user's mistake: nothing would change, the driver reads the reason
     try:
-        return work(here)
+        with _cache_held(job.reading):
+            return work(here)
     except StopRequested:
         return None
     except BaseException as error:
         _note(job.folder, here.rank, find_user_error(error))
         raise
+
+
+def _cache_held(reading: Reading) -> AbstractContextManager[None]:
+    return nullcontext() if reading.cache is None else held(reading.cache)
+
+
+def _warn(folder: Path, text: str) -> None:
+    """A sentence for the user from any rank: what a node cannot do, rank 0 may not see."""
+    EventLog(folder / "events.jsonl").write("warning", text=text)
 
 
 def _note(folder: Path, rank: int, mistake: UserError | None) -> None:
@@ -274,7 +288,8 @@ def _build_feed(job: Job, plan: Plan, here: Here) -> Feed:
 
 def _train_source(job: Job, slots: range, steps: range) -> Iterator[Any]:
     option = job.config.augment.albumentations
-    return train_photos(job.plan, slots, steps, option, job.placement.data)
+    warn = partial(_warn, job.folder)
+    return train_photos(job.plan, slots, steps, option, job.reading, job.placement.data, warn)
 
 
 def _build_evaluate(
@@ -291,8 +306,8 @@ def _build_evaluate(
             yield from cached
             return
         stream = eval_photos(
-            job.val, ids,
-            imgsz=job.config.imgsz, batch=job.config.eval.val_batch, limits=job.placement.data,
+            job.val, ids, job.reading,
+            batch=job.config.eval.val_batch, limits=job.placement.data, warn=partial(_warn, job.folder),
         )  # fmt: skip
         for photo_ids, photos in stream:
             batch = eval_batch(photo_ids, photos, pinned=here.device.type == "cuda")

@@ -31,6 +31,16 @@ Layer = Annotated[int, Field(ge=0, strict=True)]  # strict: [true] is no layer
 AUTO_BATCH = -1  # what ``batch=auto`` is until a GPU was measured
 
 
+CacheKind = Literal["off", "memory", "disk"]
+# Ultralytics' spellings; YAML reads a bare `off` as false.
+_CACHE_KINDS = {False: "off", True: "memory", "ram": "memory"}
+
+
+def _cache_kind(value: Any) -> Any:
+    value = value.lower() if isinstance(value, str) else value
+    return _CACHE_KINDS.get(value, value) if isinstance(value, bool | str) else value
+
+
 def _batch_number(value: Any) -> Any:
     if value == "auto":
         return AUTO_BATCH
@@ -63,6 +73,21 @@ class PhotosConfig(Section):
     )
     max_bad: Fraction = Field(
         default=0.01, description="refuse a split with a larger share of bad photos"
+    )
+    cache: Annotated[
+        CacheKind,
+        BeforeValidator(_cache_kind, json_schema_input_type=bool | Literal["ram"] | CacheKind),
+    ] = Field(
+        default="off",
+        description="keep resized photos on each node: memory (also true, ram), disk, or off",
+    )
+    cache_dir: Name | None = Field(
+        default=None,
+        description="folder of cache=disk on each node; none: ~/.cache/yolo_ray/photos",
+    )
+    fast_decode: bool = Field(
+        default=False,
+        description="decode large JPEGs at 1/2, 1/4 or 1/8 size; pixels then differ a little",
     )
 
 

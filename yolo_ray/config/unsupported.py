@@ -16,7 +16,6 @@ UNSUPPORTED: dict[str, str] = {
     "time": "is not supported: the plan of a run needs a fixed length; set epochs",
     "save": "is not an option: weights and checkpoints are always written; see checkpoint.keep",
     "save_period": "is not an option: checkpoints come every epoch and checkpoint.save_steps",
-    "cache": "is not supported: photos stream through Ray Data; leave it out",
     "device": "is not an option: set cluster.workers and cluster.gpu",
     "exist_ok": "is not supported: no run overwrites another; resume=runs/NAME goes on with one",
     "pretrained": "is not an option: model=yolo11n.pt has trained weights, yolo11n.yaml has none",

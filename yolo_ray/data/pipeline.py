@@ -23,24 +23,19 @@ import ray
 import ray.data
 from ray.data.block import BlockAccessor
 
-from yolo_ray.augment.images import (
-    PhotoError,
-    Transform,
-    build_transform,
-    letterbox,
-    read_photo,
-    resize_photo,
-)
+from yolo_ray.augment.images import letterbox
+from yolo_ray.augment.transforms import Transform, build_transform
 from yolo_ray.data.batch import KeptBoxes
 from yolo_ray.data.plan import Plan
+from yolo_ray.data.reading import Reading, new_trouble, resized_photo
 from yolo_ray.data.records import Records
-from yolo_ray.data.storage import use_access
 from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
 FIRST_CHUNK_STEPS = 12
 
 Columns = dict[str, np.ndarray]
+Warn = Callable[[str], None]
 TaskOf = Callable[[range], Callable[[Columns], Columns]]  # the task that decodes a chunk of steps
 
 
@@ -95,20 +90,26 @@ def _blocks(
 
 
 class _Reported:
-    """A task whose UserError travels as data: Ray keeps only the text of an exception's causes."""
+    """A task whose UserError travels as data: Ray keeps only the text of an exception's causes.
+
+    So does a sentence for the user about the process it ran in.
+    """
 
     def __init__(self, task: Callable[[Columns], Columns]) -> None:
         self.task = task
 
     def __call__(self, rows: Columns) -> Columns:
         try:
-            return self.task(rows)
+            columns = self.task(rows)
+            if trouble := new_trouble():
+                columns["trouble"] = np.full(len(rows["id"]), trouble)
+            return columns
         except UserError as mistake:
             return {"id": rows["id"], "mistake": np.full(len(rows["id"]), str(mistake))}
 
 
-def _batches(blocks: list[Any], batch: int) -> Iterator[Columns]:
-    """Columns of ``batch`` rows; Ray may have split a large block in two.
+def _batches(blocks: list[Any], batch: int, warn: Warn) -> Iterator[Columns]:
+    """Columns of ``batch`` rows; Ray may have split a large block in two. ``warn`` is told what a task reports.
 
     Raises:
         UserError: what a task reported.
@@ -118,6 +119,8 @@ def _batches(blocks: list[Any], batch: int) -> Iterator[Columns]:
         columns = cast(Columns, BlockAccessor.for_block(ray.get(blocks[place])).to_numpy())
         if "mistake" in columns:
             raise UserError(str(columns["mistake"][0]))
+        if "trouble" in columns:
+            warn(str(columns.pop("trouble")[0]))
         waiting.append(columns)
         blocks[place] = None  # the store may free it
         if sum(len(part["id"]) for part in waiting) == batch:
@@ -140,9 +143,10 @@ def _chunks(steps: range, longest: int) -> Iterator[range]:
 
 
 def _stream(
-    steps: range, batch: int, step_bytes: int, limits: StreamLimits, task_of: TaskOf
+    steps: range, batch: int, step_bytes: int, limits: StreamLimits, task_of: TaskOf, warn: Warn
 ) -> Iterator[tuple[int, Columns]]:
     """``(step, columns of batch rows)``; while one chunk of steps is used, the next is decoded."""
+    warn = _once(warn)
 
     def decode(chunk: range) -> list[Any]:
         return _blocks(len(chunk) * batch, batch, limits, task_of(chunk))
@@ -154,17 +158,34 @@ def _stream(
         while chunk is not None and ahead is not None:
             blocks, now, chunk = ahead.result(), chunk, next(chunks, None)
             ahead = pool.submit(decode, chunk) if chunk is not None else None
-            yield from zip(now, _batches(blocks, batch), strict=True)
+            yield from zip(now, _batches(blocks, batch, warn), strict=True)
+
+
+def _once(warn: Warn) -> Warn:
+    """``warn`` for texts that are new: each of a node's processes meets the same full disk."""
+    told: set[str] = set()
+
+    def tell(text: str) -> None:
+        if text not in told:
+            told.add(text)
+            warn(text)
+
+    return tell
 
 
 class _TrainTask:
     """Row numbers of one step -> its photos. Pickled small: the plan travels once, through the object store."""
 
     def __init__(
-        self, plan: ray.ObjectRef, slots: range, first_step: int, albumentations: Any
+        self,
+        plan: ray.ObjectRef,
+        slots: range,
+        first_step: int,
+        albumentations: Any,
+        reading: Reading,
     ) -> None:
         self.plan, self.slots, self.first_step = plan, slots, first_step
-        self.albumentations = albumentations
+        self.albumentations, self.reading = albumentations, reading
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         plan: Plan = _fetch(self.plan)
@@ -174,8 +195,10 @@ class _TrainTask:
             step = self.first_step + number // len(self.slots)
             slot = self.slots[number % len(self.slots)]
             images, _, seeds = plan.images_at(step)
-            photo, boxes = _train_photo(plan, int(images[slot]), transform, int(seeds[slot]))
-            for key, value in zip(out, (int(images[slot]), photo, step, slot, boxes), strict=True):
+            index = int(images[slot])
+            photo = resized_photo(plan.records, index, self.reading)
+            photo, boxes = _train_photo(plan, index, photo, transform, int(seeds[slot]))
+            for key, value in zip(out, (index, photo, step, slot, boxes), strict=True):
                 out[key].append(value)
         columns = {key: np.asarray(out[key]) for key in ("id", "photo", "step", "slot")}
         if transform.moves_boxes:
@@ -201,10 +224,9 @@ def _transform(key: str, option: Any) -> Transform:
 
 
 def _train_photo(
-    plan: Plan, index: int, transform: Transform, seed: int
+    plan: Plan, index: int, photo: np.ndarray, transform: Transform, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """One decoded, resized, user-augmented photo on its SxS canvas, and its boxes float32 [k,5] (class last)."""
-    photo = resize_photo(_read(plan.records, index), plan.imgsz)
+    """The user's augmentation of a resized photo, on its SxS canvas, and its boxes float32 [k,5] (class last)."""
     boxes, classes = plan.records.boxes_of(index)
     photo, boxes, keep = transform(photo, boxes, classes, seed)
     canvas = np.full((plan.imgsz, plan.imgsz, 3), 114, dtype=np.uint8)
@@ -212,36 +234,26 @@ def _train_photo(
     return canvas, np.column_stack([boxes, classes[keep]]).astype(np.float32)
 
 
-def _read(records: Records, index: int) -> np.ndarray:
-    """A photo that was judged good when the run began.
-
-    Raises:
-        UserError: it can no longer be read.
-    """
-    use_access(records.access)
-    try:
-        return read_photo(str(records.paths[index]))
-    except PhotoError as error:
-        raise UserError(
-            f"{error}: it could be read when the run began; put it back, or take it out of the data set"
-        ) from error
-
-
 def train_photos(
     plan_handle: ray.ObjectRef,
     slots: range,
     steps: range,
     albumentations: Any,
+    reading: Reading,
     limits: StreamLimits,
+    warn: Warn,
 ) -> Iterator[StepPhotos]:
-    """The worker's photos of ``steps`` (negative ones are the mosaic's forerunners), in order."""
+    """The worker's photos of ``steps`` (negative ones are the mosaic's forerunners), in order.
+
+    ``warn`` is told what reading on some node cannot do.
+    """
     plan: Plan = ray.get(plan_handle)
 
     def task_of(chunk: range) -> _TrainTask:
-        return _TrainTask(plan_handle, slots, chunk.start, albumentations)
+        return _TrainTask(plan_handle, slots, chunk.start, albumentations, reading)
 
     step_bytes = len(slots) * 3 * plan.imgsz**2
-    for step, columns in _stream(steps, len(slots), step_bytes, limits, task_of):
+    for step, columns in _stream(steps, len(slots), step_bytes, limits, task_of, warn):
         yield _step_photos(step, slots, columns)
 
 
@@ -259,28 +271,37 @@ def _step_photos(step: int, slots: range, columns: Columns) -> StepPhotos:
 class _EvalTask:
     """Row numbers of one evaluation batch -> letterboxed photos; ids beyond the list are gray padding."""
 
-    def __init__(self, records: ray.ObjectRef, ids: np.ndarray, imgsz: int) -> None:
-        self.records, self.ids, self.imgsz = records, ids, imgsz
+    def __init__(self, records: ray.ObjectRef, ids: np.ndarray, reading: Reading) -> None:
+        self.records, self.ids, self.reading = records, ids, reading
 
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         records: Records = _fetch(self.records)
-        photos = np.full((len(rows["id"]), self.imgsz, self.imgsz, 3), 114, dtype=np.uint8)
+        imgsz = self.reading.imgsz
+        photos = np.full((len(rows["id"]), imgsz, imgsz, 3), 114, dtype=np.uint8)
         ids = np.full(len(rows["id"]), -1, dtype=np.int64)
         for place, number in enumerate(rows["id"].tolist()):
             if number < len(self.ids):
                 ids[place] = self.ids[number]
-                photos[place], _ = letterbox(_read(records, ids[place]), self.imgsz)
+                photo = resized_photo(records, int(ids[place]), self.reading)
+                photos[place], _ = letterbox(photo, imgsz)  # only pads: the photo has its size
         return {"id": ids, "photo": photos}
 
 
 def eval_photos(
-    records_handle: ray.ObjectRef, ids: np.ndarray, *, imgsz: int, batch: int, limits: StreamLimits
+    records_handle: ray.ObjectRef,
+    ids: np.ndarray,
+    reading: Reading,
+    *,
+    batch: int,
+    limits: StreamLimits,
+    warn: Warn,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """``(ids [batch], photos uint8 [batch,S,S,3])``; the last batch is padded with id -1. No ids, no batches."""
     steps = range(-(-len(ids) // batch))
 
     def task_of(chunk: range) -> _EvalTask:
-        return _EvalTask(records_handle, ids[chunk.start * batch : chunk.stop * batch], imgsz)
+        return _EvalTask(records_handle, ids[chunk.start * batch : chunk.stop * batch], reading)
 
-    for _, columns in _stream(steps, batch, batch * 3 * imgsz**2, limits, task_of):
+    step_bytes = batch * 3 * reading.imgsz**2
+    for _, columns in _stream(steps, batch, step_bytes, limits, task_of, warn):
         yield columns["id"], columns["photo"]

@@ -1,0 +1,127 @@
+"""The cache of photos through Ray Data and through whole runs: the same pixels, and nothing left behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import ROOT, SETTINGS, Head
+from tests.integration.test_train import SMALL
+from tests.synthetic import make_dataset
+from yolo_ray.data.cache import cache_file
+from yolo_ray.data.records import load_records
+from yolo_ray.data.room import CachePlace
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+STREAMS = """
+import hashlib, json, sys
+from contextlib import contextmanager
+from pathlib import Path
+import numpy as np
+import ray
+from yolo_ray.cluster.caching import cached, reading_of
+from yolo_ray.config.schema import AugmentConfig, PhotosConfig
+from yolo_ray.data.pipeline import StreamLimits, eval_photos, train_photos
+from yolo_ray.data.plan import Plan
+from yolo_ray.data.records import load_records
+
+data, folder = sys.argv[1:]
+ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
+records = load_records(data, "train", max_bad=0)
+plan = Plan(records, seed=3, epochs=2, batch=5, imgsz=64, augment=AugmentConfig(close_mosaic=0))
+plan_handle, records_handle = ray.put(plan), ray.put(records)
+blur = [{"transform": "Blur", "p": 0.5}]
+
+def digest(cache, cpus):
+    total, warnings = hashlib.sha256(), []
+    reading = reading_of(PhotosConfig(cache=cache, cache_dir=folder), 64, records)
+    limits = StreamLimits(cpus, 1.0, 2**26)
+    with cached(reading) as (reading, told):
+        for photos in train_photos(plan_handle, range(5), range(-7, 6), blur, reading, limits, warnings.append):
+            total.update(photos.ids.tobytes() + photos.photos.tobytes())
+        ids = np.arange(len(records))
+        for ids, photos in eval_photos(records_handle, ids, reading, batch=4, limits=limits, warn=warnings.append):
+            total.update(ids.tobytes() + photos.tobytes())
+    return [cache, cpus, total.hexdigest(), told, warnings]
+
+rows = [digest(*case) for case in
+        (("off", 1), ("off", 4), ("memory", 4), ("memory", 2), ("disk", 2), ("disk", 4), ("disk", 1))]
+blocked = Path(folder) / "file"
+blocked.touch()
+folder = str(blocked)
+rows.append(digest("disk", 2))
+
+@contextmanager
+def cached(reading):  # a node that joined later, which the driver never asked
+    yield reading, []
+
+rows.append(digest("disk", 2))
+print(json.dumps(rows))
+"""
+
+
+def test_pixels_of_the_stream_do_not_depend_on_the_cache(tmp_path: Path) -> None:
+    """Off, memory and disk, cold and warm, with one, two and four reading processes, augmented by the user's chain."""
+    data = make_dataset(tmp_path / "data", train=13, val=5, size=(64, 96))
+    folder = tmp_path / "cache"
+    command = [sys.executable, "-c", STREAMS, str(data), str(folder)]
+    done = subprocess.run(
+        command, env={**os.environ, **SETTINGS}, cwd="/", text=True, capture_output=True, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len({digest for _, _, digest, _, _ in rows}) == 1
+    late = rows.pop()[-1]
+    assert [warnings for *_, warnings in rows] == [[]] * len(rows)
+    assert len(late) in (1, 2) and "cannot be used" in late[0], "once from each stream at most"
+    told = ["; ".join(text for _, text in sentences) for _, _, _, sentences, _ in rows]
+    assert told[0] == "" and "filled as they are read" in told[2] and "filled as" in told[4]
+    assert "there already" in told[5] and "cannot be used" in told[-1]
+    assert len(list(folder.glob("*.photos"))) == 1
+    assert not in_memory(data).exists()
+
+
+def in_memory(data: Path, split: str = "train") -> Path:
+    records = load_records(data, split, max_bad=0)  # pyright: ignore[reportArgumentType]
+    file = cache_file(records, 64, fast_decode=False)
+    return CachePlace("memory", (file,)).path_of(file)
+
+
+def losses_of(run: Path) -> list[dict[str, str]]:
+    rows = csv.DictReader((run / "results.csv").read_text().splitlines())
+    return [{k: v for k, v in row.items() if k.startswith(("train/", "val/"))} for row in rows]
+
+
+def test_a_run_is_the_same_with_a_cache_and_leaves_none_in_memory(
+    head: Head, tmp_path: Path
+) -> None:
+    data = make_dataset(tmp_path / "data", train=13, val=5, size=(64, 96))
+    for cache in ("off", "memory"):
+        outcome = head.run(
+            "train", f"data={data}", f"project={tmp_path}", f"name={cache}", "epochs=2", f"cache={cache}",
+            "mlflow.enabled=false", *SMALL,
+        )  # fmt: skip
+        assert outcome.code == 0, outcome.stderr
+        assert ("data.cache=memory: 0.2 MiB of resized photos" in outcome.stderr) == (
+            cache == "memory"
+        )
+    assert losses_of(tmp_path / "off") == losses_of(tmp_path / "memory") != []
+    assert not in_memory(data).exists() and not in_memory(data, "val").exists()
+
+    weights = tmp_path / "off" / "weights" / "best.pt"
+    results = [
+        head.run("evaluate", f"weights={weights}", f"data={data}", *options)
+        for options in ((), ("cache=disk", f"cache_dir={tmp_path / 'cache'}"))
+    ]
+    assert [outcome.code for outcome in results] == [0, 0], results[1].stderr
+    assert results[0].result == results[1].result
+    assert "data.cache=disk" in results[1].stderr
+    assert len(list((tmp_path / "cache").glob("*.photos"))) == 1
+    assert ROOT not in (tmp_path / "cache").parents
