@@ -28,6 +28,7 @@ from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import StreamLimits, _train_photo, train_photos
 from yolo_ray.data.plan import Plan
+from yolo_ray.data.reading import Reading, resized_photo
 from yolo_ray.data.records import load_records
 
 EPOCHS = 10_000  # more than any run here reaches
@@ -38,11 +39,11 @@ def decode(plan: Plan, step: int) -> np.ndarray:
     """The photos of one step, decoded in this process."""
     transform = _transform()
     images, _, seeds = plan.images_at(step)
-    photos = (
-        _train_photo(plan, int(image), transform, int(seed))[0]
-        for image, seed in zip(images, seeds, strict=True)
-    )
-    return np.stack(list(photos))
+    photos = []
+    for image, seed in zip(images.tolist(), seeds.tolist(), strict=True):
+        photo = resized_photo(plan.records, image, Reading(plan.imgsz))
+        photos.append(_train_photo(plan, image, photo, transform, seed)[0])
+    return np.stack(photos)
 
 
 _KEPT: list[Any] = []
@@ -63,9 +64,8 @@ def one_core(plan: Plan, cpus: int) -> Steps:
 def ray_chunks(plan: Plan, cpus: int) -> Steps:
     """What training does: Ray Data, materialised a chunk ahead."""
     limits = StreamLimits(float(cpus), 1.0, 2**30)
-    for item in train_photos(
-        ray.put(plan), range(plan.batch), range(plan.total_steps), True, limits
-    ):
+    slots, steps = range(plan.batch), range(plan.total_steps)
+    for item in train_photos(ray.put(plan), slots, steps, True, Reading(plan.imgsz), limits, print):
         yield item.photos
 
 
