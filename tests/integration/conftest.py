@@ -98,6 +98,8 @@ def head() -> Iterator[Head]:
         command = [
             str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={port}",
             f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--num-cpus=2", "--num-gpus=0",
+            # Another head on this machine may have the usual port of the agent, which takes the jobs.
+            f"--dashboard-agent-listen-port={free_port()}",
             f"--temp-dir={folder}", "--object-store-memory=500000000",
         ]  # fmt: skip
         with open(Path(folder) / "start.log", "w") as log:

@@ -105,7 +105,6 @@ def test_bad_data(
         (["mosiac=0"], "did you mean"),
         (["workers=7", "batch=8"], "cluster.workers"),
         (["batch=1", "cluster.workers=2"], "batch"),
-        (["batch=auto"], "this run has none: set batch"),
         (["device=0"], "device"),
         (["resume=nowhere"], "nowhere"),
         (["multi_scale=0.1"], "multi_scale=0.5 or more"),

@@ -258,6 +258,12 @@ def test_a_name_that_exists_gets_a_number(
     assert (run / "result.json").read_bytes() == before
 
 
+def test_batch_auto_needs_a_gpu(head: Head, data: Path, tmp_path: Path) -> None:
+    outcome = head.run("train", f"data={data}", f"project={tmp_path}", *SMALL, "batch=auto")
+    assert outcome.code == 2 and "this run has none: set batch" in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_workers_than_the_cluster_has(head: Head, data: Path, tmp_path: Path) -> None:
     outcome = head.run(
         "train", f"data={data}", f"project={tmp_path}", "cluster.workers=9", "batch=9"
