@@ -93,7 +93,7 @@ class LocalRun:
         else:
             synchronise(self.detector.net, reduce)
         step_options = StepOptions(
-            batch=options.batch, imgsz=options.imgsz, gains=(7.5, 0.5, 1.5), clip_norm=10.0,
+            batch=options.batch, gains=(7.5, 0.5, 1.5), clip_norm=10.0,
             optimizer=options.optimizer, momentum=0.9, micro_batch=options.micro_batch,
         )  # fmt: skip
         flat = FlatModel(self.detector, muon=options.optimizer == "MuSGD")

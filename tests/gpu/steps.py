@@ -29,14 +29,16 @@ def make_step(
     optimizer: str = "SGD",
     precision: str = "bf16",
     reduce: AllReduce = no_reduce,
+    *,
+    imgsz: int = IMGSZ,
     **changes: Any,
 ) -> TrainStep:
     options = StepOptions(
-        batch=BATCH, imgsz=IMGSZ, gains=(7.5, 0.5, 1.5), clip_norm=10.0, optimizer=optimizer, momentum=0.9,
+        batch=BATCH, gains=(7.5, 0.5, 1.5), clip_norm=10.0, optimizer=optimizer, momentum=0.9,
         precision=precision,
     )  # fmt: skip
     options = dataclasses.replace(options, **changes)
-    detector = build_detector(model, NAMES, imgsz=options.imgsz, seed=0).to(CUDA).train()
+    detector = build_detector(model, NAMES, imgsz=imgsz, seed=0).to(CUDA).train()
     return build_step(detector, options, reduce)
 
 

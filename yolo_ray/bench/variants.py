@@ -99,7 +99,7 @@ def build_ours(setting: Setting, device: torch.device, *, compile: bool = False)
         UserError: an unknown model, or a precision that this device or the step lacks.
     """
     options = StepOptions(
-        batch=setting.batch, imgsz=setting.imgsz, gains=GAINS, clip_norm=10.0, momentum=0.9,
+        batch=setting.batch, gains=GAINS, clip_norm=10.0, momentum=0.9,
         optimizer=setting.optimizer, precision=resolve_precision(setting.precision, device),
         compile="model" if compile else "off",
     )  # fmt: skip

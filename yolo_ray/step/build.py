@@ -15,7 +15,6 @@ def step_options(config: TrainConfig, optim: ResolvedOptim, precision: str) -> S
     """A run's options as its step needs them; ``precision`` as ``resolve_precision`` gives it."""
     return StepOptions(
         batch=config.batch,
-        imgsz=config.imgsz,
         gains=(config.loss.box, config.loss.cls, config.loss.dfl),
         clip_norm=config.optim.clip_norm,
         optimizer=optim.optimizer,

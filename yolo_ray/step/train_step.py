@@ -33,7 +33,6 @@ class StepOptions:
     """What a step needs beside the model."""
 
     batch: int  # photos of the global batch
-    imgsz: int
     gains: tuple[float, float, float]  # box, cls, dfl
     clip_norm: float
     optimizer: str
