@@ -31,6 +31,7 @@ from yolo_ray.bench.scene import make_batches
 from yolo_ray.data.batch import Batch, PhotoRing, take_rows
 from yolo_ray.data.geometry import resize_output
 from yolo_ray.errors import UserError
+from yolo_ray.step import graph
 from yolo_ray.step.graph import GraphedStep
 from yolo_ray.step.reduce import distributed_reduce
 from yolo_ray.step.train_step import TrainStep
@@ -125,6 +126,14 @@ def test_ranks_agree_on_a_failed_capture(batches: list[Batch]) -> None:
     assert graphed.replays == 0 and "another worker" in said[0] and len(said) == 1
 
 
+def empty_cache() -> None:
+    """As in a new process: cuBLAS keeps a workspace for every stream that was ever used, 32 MiB each."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+
+
 def test_what_does_not_fit_is_said_with_what_would() -> None:
     rows, side = 16, 320
     large = make_batches(rows, side, BOXES, CUDA)
@@ -134,8 +143,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     run(probe, large[0])
     needed = torch.cuda.max_memory_allocated() - used
     del probe
-    gc.collect()
-    torch.cuda.empty_cache()
+    empty_cache()
     graphed = GraphedStep(make_step(batch=rows, imgsz=side), mode="require")
     _, total = torch.cuda.mem_get_info()
     allowed = torch.cuda.memory_reserved() + 0.6 * needed
@@ -147,8 +155,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
             run(graphed, large[0])
         fits = int(re.findall(r"batch=(\d+)", str(told.value))[0])
         del graphed
-        gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache()
         small = take_rows(large[0], 0, fits)
         run(GraphedStep(make_step(batch=fits, imgsz=side), mode="require"), small)
     finally:
@@ -160,8 +167,7 @@ def test_peak_memory_of_graph_and_eager() -> None:
     large = make_batches(rows, side, BOXES, CUDA)
     peaks = []
     for mode in ("off", "require"):
-        gc.collect()
-        torch.cuda.empty_cache()
+        empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         step = GraphedStep(make_step(batch=rows, imgsz=side), mode=mode)
@@ -340,6 +346,23 @@ def test_a_capture_that_fails_in_the_backward_pass(batches: list[Batch]) -> None
         run(steps[1], batches[number])
     assert_equal(state_of(graphed), state_of(steps[1]))
     assert graphed.replays == 0 and len(said) == 1 and "cannot be captured" in said[0]
+
+
+def test_rare_shapes_are_captured_uncompiled(
+    batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph, "MAX_COMPILED", 0)
+    torch._dynamo.utils.counters.clear()
+    eager, graphed = (
+        make_step(compile="step"),
+        GraphedStep(make_step(compile="step"), mode="require"),
+    )
+    for number in range(3):
+        with torch.compiler.set_stance("force_eager"):
+            run(eager, batches[number])
+        run(graphed, batches[number])
+    assert_equal(state_of(graphed), state_of(eager))
+    assert graphed.captures == 1 and not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_another_shape_is_refused(batches: list[Batch]) -> None:

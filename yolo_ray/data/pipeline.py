@@ -25,7 +25,7 @@ from ray.data.block import BlockAccessor
 
 from yolo_ray.augment.images import letterbox
 from yolo_ray.augment.transforms import Transform, build_transform
-from yolo_ray.data.batch import KeptBoxes
+from yolo_ray.data.batch import GRAY, KeptBoxes
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.reading import Reading, new_trouble, resized_photo
 from yolo_ray.data.records import Records
@@ -33,6 +33,11 @@ from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
 FIRST_CHUNK_STEPS = 12
+# Ray spends some 15 ms of this process on a block, whatever is in it, and splits one above 128 MiB.
+BLOCK_BYTES = 96 * 2**20
+BLOCKS_PER_TASK = (
+    3  # of a chunk, for each task that runs at the same time: fewer leave CPUs idle at its end
+)
 
 Columns = dict[str, np.ndarray]
 Warn = Callable[[str], None]
@@ -46,6 +51,11 @@ class StreamLimits:
     cpus: float  # of all its concurrent tasks together
     task_cpus: float  # of one task
     chunk_bytes: int  # of the object store, by one chunk of photos; two are there at a time
+
+    def steps_per_block(self, steps: int, step_bytes: int) -> int:
+        """Steps of one block of a chunk of ``steps``: many, for their cost, and yet enough blocks for all tasks."""
+        tasks = max(1, int(self.cpus / self.task_cpus))
+        return max(1, min(BLOCK_BYTES // step_bytes, steps // (BLOCKS_PER_TASK * tasks)))
 
 
 @dataclass(frozen=True)
@@ -65,13 +75,13 @@ def _fetch(handle: ray.ObjectRef) -> Any:
 
 
 def _blocks(
-    rows: int, batch: int, limits: StreamLimits, task: Callable[[Columns], Columns]
+    rows: int, block: int, limits: StreamLimits, task: Callable[[Columns], Columns]
 ) -> list[Any]:
-    """``rows`` numbers in blocks of ``batch``, in order, through ``task`` within the limits, all computed."""
+    """``rows`` numbers in blocks of ``block``, in order, through ``task`` within the limits, all computed."""
     # Not ray.data.range: its reading tasks take a whole CPU each, which a small or full cluster may never have.
-    starts = range(0, rows, batch)
+    starts = range(0, rows, block)
     dataset = ray.data.from_blocks(
-        [pa.table({"id": np.arange(start, start + batch)}) for start in starts]
+        [pa.table({"id": np.arange(start, min(start + block, rows))}) for start in starts]
     )
     context = dataset.context
     context.enable_progress_bars = False
@@ -81,7 +91,7 @@ def _blocks(
     )
     mapped = dataset.map_batches(
         cast(Any, _Reported(task)),
-        batch_size=batch,
+        batch_size=block,
         num_cpus=limits.task_cpus,
         zero_copy_batch=True,
         udf_modifying_row_count=False,
@@ -109,7 +119,7 @@ class _Reported:
 
 
 def _batches(blocks: list[Any], batch: int, warn: Warn) -> Iterator[Columns]:
-    """Columns of ``batch`` rows; Ray may have split a large block in two. ``warn`` is told what a task reports.
+    """Columns of ``batch`` rows, whatever the blocks hold. ``warn`` is told what a task reports.
 
     Raises:
         UserError: what a task reported.
@@ -123,9 +133,11 @@ def _batches(blocks: list[Any], batch: int, warn: Warn) -> Iterator[Columns]:
             warn(str(columns.pop("trouble")[0]))
         waiting.append(columns)
         blocks[place] = None  # the store may free it
-        if sum(len(part["id"]) for part in waiting) == batch:
-            yield waiting[0] if len(waiting) == 1 else _joined(waiting)
-            waiting = []
+        while sum(len(part["id"]) for part in waiting) >= batch:
+            columns = waiting[0] if len(waiting) == 1 else _joined(waiting)
+            yield {name: column[:batch] for name, column in columns.items()}
+            rest = {name: column[batch:] for name, column in columns.items()}
+            waiting = [rest] if len(rest["id"]) else []
     assert not waiting, "blocks do not add up to whole batches"
 
 
@@ -149,7 +161,8 @@ def _stream(
     warn = _once(warn)
 
     def decode(chunk: range) -> list[Any]:
-        return _blocks(len(chunk) * batch, batch, limits, task_of(chunk))
+        block = limits.steps_per_block(len(chunk), step_bytes) * batch
+        return _blocks(len(chunk) * batch, block, limits, task_of(chunk))
 
     chunks = _chunks(steps, max(1, limits.chunk_bytes // step_bytes))
     with ThreadPoolExecutor(1, thread_name_prefix="chunk") as pool:
@@ -190,19 +203,20 @@ class _TrainTask:
     def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         plan: Plan = _fetch(self.plan)
         transform = _transform(repr(self.albumentations), self.albumentations)
-        out: dict[str, list[Any]] = {"id": [], "photo": [], "step": [], "slot": [], "boxes": []}
-        for number in rows["id"].tolist():
-            step = self.first_step + number // len(self.slots)
-            slot = self.slots[number % len(self.slots)]
+        steps, places = np.divmod(rows["id"], len(self.slots))
+        steps, slots = self.first_step + steps, self.slots.start + places
+        ids = np.empty(len(steps), np.int64)
+        # Each photo is written where it will be read: on many cores copies cost more than decoding.
+        photos = np.empty((len(steps), plan.imgsz, plan.imgsz, 3), np.uint8)
+        boxes = []
+        for row, (step, slot) in enumerate(zip(steps.tolist(), slots.tolist(), strict=True)):
             images, _, seeds = plan.images_at(step)
-            index = int(images[slot])
+            ids[row] = index = int(images[slot])
             photo = resized_photo(plan.records, index, self.reading)
-            photo, boxes = _train_photo(plan, index, photo, transform, int(seeds[slot]))
-            for key, value in zip(out, (index, photo, step, slot, boxes), strict=True):
-                out[key].append(value)
-        columns = {key: np.asarray(out[key]) for key in ("id", "photo", "step", "slot")}
+            boxes.append(_train_photo(plan, index, photo, transform, int(seeds[slot]), photos[row]))
+        columns = {"id": ids, "photo": photos, "step": steps, "slot": slots}
         if transform.moves_boxes:
-            columns["boxes"] = _ragged(out["boxes"])
+            columns["boxes"] = _ragged(boxes)
         return columns
 
 
@@ -224,14 +238,16 @@ def _transform(key: str, option: Any) -> Transform:
 
 
 def _train_photo(
-    plan: Plan, index: int, photo: np.ndarray, transform: Transform, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The user's augmentation of a resized photo, on its SxS canvas, and its boxes float32 [k,5] (class last)."""
+    plan: Plan, index: int, photo: np.ndarray, transform: Transform, seed: int, out: np.ndarray
+) -> np.ndarray:
+    """The user's augmentation of a resized photo, put into ``out`` uint8 [S,S,3]; its boxes float32 [k,5]."""
     boxes, classes = plan.records.boxes_of(index)
     photo, boxes, keep = transform(photo, boxes, classes, seed)
-    canvas = np.full((plan.imgsz, plan.imgsz, 3), 114, dtype=np.uint8)
-    canvas[: photo.shape[0], : photo.shape[1]] = photo
-    return canvas, np.column_stack([boxes, classes[keep]]).astype(np.float32)
+    height, width = photo.shape[:2]
+    out[:height, :width] = photo
+    out[height:] = GRAY
+    out[:height, width:] = GRAY
+    return np.column_stack([boxes, classes[keep]]).astype(np.float32)
 
 
 def train_photos(

@@ -29,6 +29,8 @@ from yolo_ray.step.train_step import StepOptions, TrainStep
 # cuDNN and Triton choose and compile kernels in these; none may do so in a capture. The last is timed.
 WARM_UP_STEPS = 3
 TIMED_REPLAYS = 2
+# torch.compile takes a minute or more for each shape: rarer ones are captured as they are.
+MAX_COMPILED = 4
 SMALL = tuple(name for name in TENSORS if name != "photos")
 Key = tuple[int, int, bool]  # image side, box capacity, update
 
@@ -147,9 +149,11 @@ class GraphedStep:
         begin, failure, graph = time.perf_counter(), None, None
         inputs = self._static(key, batch)
         is_full, eager_ms = False, 0.0
+        is_rare = len(self._graphs) >= MAX_COMPILED
         try:
-            eager_ms = self._warm_up(inputs, update=key[2])
-            graph = self._capture(inputs, update=key[2])
+            with torch.compiler.set_stance("force_eager" if is_rare else "default"):
+                eager_ms = self._warm_up(inputs, update=key[2])
+                graph = self._capture(inputs, update=key[2])
         except (torch.OutOfMemoryError, _Full):
             is_full = True  # the error itself would keep the step's tensors alive
         except _Refused as error:
@@ -296,7 +300,7 @@ Step = TrainStep | GraphedStep
 
 
 class _Snapshot:
-    """Everything a step changes, to be put back bit for bit after the warm-up."""
+    """Everything a step changes, to be put back bit for bit after the warm-up; kept in the host's memory."""
 
     def __init__(self, step: TrainStep) -> None:
         flat = step.flat
@@ -304,7 +308,7 @@ class _Snapshot:
         slots = step.optimizer.slots.values()
         own = (step.pending, step.sums, step.skipped, step.scale.state)
         self.tensors = [flat.state, flat.ema, flat.counters, *own, *slots]
-        self.values = [tensor.clone() for tensor in self.tensors]
+        self.values = [tensor.cpu() for tensor in self.tensors]
         self.random = torch.cuda.get_rng_state(self.device)
 
     def put_back(self) -> None:
