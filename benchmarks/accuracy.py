@@ -4,7 +4,8 @@
         --seeds 0 1 --options epochs=60 imgsz=320 batch=16 -- cluster.workers=2
 
 ``--options`` go to both, what follows ``--`` to ours alone. The photos are copied first, since Ultralytics
-writes cache files beside the labels. Times are not compared: this is about accuracy.
+writes cache files beside the labels. ``--trainers`` may name ``eager`` too, ours with
+``graph.mode=off``. Wall times of trainings that run side by side say little: this is about accuracy.
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+# With amp it first compares a pretrained model with itself, which it would download: an untrained one does.
 ULTRALYTICS = """
 import json, sys
 from ultralytics import YOLO
+from ultralytics.utils import WEIGHTS_DIR
 options = json.loads(sys.argv[1])
+if options["amp"]:
+    WEIGHTS_DIR.mkdir(parents=True, exist_ok=True)
+    YOLO("yolo26n.yaml").save(WEIGHTS_DIR / "yolo26n.pt")
 YOLO(options.pop("model")).train(**options)
 """
+EAGER = "eager"  # ours without a graph
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -48,9 +56,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def last_json(command: list[str], log: Path) -> dict[str, Any]:
+def last_json(command: list[str], log: Path, cwd: Path | None = None) -> dict[str, Any]:
     """Run a command, keep its output, and return the JSON of its last line."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Settings, and with them the folder of weights, of its own: nothing is written into the user's.
+    env = os.environ | ({} if cwd is None else {"YOLO_CONFIG_DIR": str(cwd)})
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"{command[2:4]} failed, see {log}:\n{done.stderr[-2000:]}")
@@ -58,7 +68,7 @@ def last_json(command: list[str], log: Path) -> dict[str, Any]:
     return json.loads(lines[-1]) if lines and lines[-1].startswith("{") else {}
 
 
-def train_ours(arguments: argparse.Namespace, seed: int, folder: Path) -> Path:
+def train_ours(arguments: argparse.Namespace, seed: int, folder: Path, kind: str = "ours") -> Path:
     """The best weights of our run."""
     command = [
         sys.executable,
@@ -67,8 +77,16 @@ def train_ours(arguments: argparse.Namespace, seed: int, folder: Path) -> Path:
         f"data={arguments.data}",
         f"model={arguments.model}",
     ]
-    command += [*arguments.options, *arguments.ours, f"seed={seed}", f"project={folder}/ours{seed}"]
-    return Path(last_json(command, folder / f"ours{seed}.log")["weights"])
+    command += [*arguments.options, *arguments.ours]
+    command += [f"seed={seed}", f"project={folder}/{kind}{seed}"]
+    if kind == EAGER:
+        command.append("graph.mode=off")
+    return Path(last_json(command, folder / f"{kind}{seed}.log")["weights"])
+
+
+def train_eager(arguments: argparse.Namespace, seed: int, folder: Path) -> Path:
+    """The best weights of our run without a graph."""
+    return train_ours(arguments, seed, folder, EAGER)
 
 
 def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path:
@@ -81,17 +99,12 @@ def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path
     lines = [line for line in data.read_text().splitlines() if not line.startswith("path:")]
     data.write_text("\n".join([f"path: {copy}", *lines]) + "\n")
     given = dict(option.split("=", 1) for option in [*arguments.options, *arguments.theirs])
-    options: dict[str, Any] = {name: _number(value) for name, value in given.items()}
+    options: dict[str, Any] = {"amp": False}
+    options |= {name: _number(value) for name, value in given.items()}
     options |= {"model": arguments.model, "data": str(data), "seed": seed}
-    options |= {
-        "project": str(folder),
-        "name": f"theirs{seed}",
-        "plots": False,
-        "verbose": False,
-        "amp": False,
-    }
+    options |= {"project": str(folder), "name": f"theirs{seed}", "plots": False, "verbose": False}
     command = [sys.executable, "-c", ULTRALYTICS, json.dumps(options)]
-    last_json(command, folder / f"theirs{seed}.log")
+    last_json(command, folder / f"theirs{seed}.log", copy)
     return folder / f"theirs{seed}" / "weights" / "best.pt"
 
 
@@ -125,21 +138,28 @@ def main(argv: list[str]) -> int:
     arguments.data = arguments.data.resolve()
     folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
     jobs = [(kind, seed) for seed in arguments.seeds for kind in arguments.trainers]
-    trainers = {"ours": train_ours, "theirs": train_theirs}
+    trainers = {"ours": train_ours, EAGER: train_eager, "theirs": train_theirs}
 
     def work(job: tuple[str, int]) -> dict[str, Any]:
         kind, seed = job
+        begin = time.perf_counter()
         weights = trainers[kind](arguments, seed, folder)
+        seconds = round(time.perf_counter() - begin, 1)
         numbers = judge(arguments, weights, folder / f"judge_{kind}{seed}.log")
-        return {"trainer": kind, "seed": seed, **numbers}
+        row = {"trainer": kind, "seed": seed, **numbers, "train_s": seconds}
+        print(json.dumps(row), flush=True)
+        return row
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
         rows = list(pool.map(work, jobs))
     means = {
-        kind: statistics.mean(row["map50"] for row in rows if row["trainer"] == kind)
-        for kind in arguments.trainers
+        f"mean_{name}": {
+            kind: statistics.mean(row[name] for row in rows if row["trainer"] == kind)
+            for kind in arguments.trainers
+        }
+        for name in ("map50", "map50_95")
     }
-    result = {"command": " ".join(argv), "cpus": os.cpu_count(), "rows": rows, "mean_map50": means}
+    result = {"command": " ".join(argv), "cpus": os.cpu_count(), "rows": rows, **means}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))

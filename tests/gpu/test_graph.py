@@ -135,7 +135,7 @@ def empty_cache() -> None:
 
 
 def test_what_does_not_fit_is_said_with_what_would() -> None:
-    rows, side = 16, 320
+    rows, side = 16, 640
     large = make_batches(rows, side, BOXES, CUDA)
     probe = make_step(batch=rows, imgsz=side)
     used = torch.cuda.memory_allocated()
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_said_with_what_would() -> None:
     torch.cuda.set_per_process_memory_fraction(allowed / total)
     try:
         with pytest.raises(
-            UserError, match=r"16 photos of 320 px .* about batch=\d+ would fit"
+            UserError, match=r"16 photos of 640 px .* about batch=\d+ would fit"
         ) as told:
             run(graphed, large[0])
         fits = int(re.findall(r"batch=(\d+)", str(told.value))[0])

@@ -11,6 +11,8 @@ from yolo_ray.step.train_step import TrainStep
 
 # A graph keeps its memory, and the eager steps that warm the next one up need as much beside it.
 COPIES = 2.1
+# A capture's other streams round up what they allocate for themselves, and cuBLAS keeps a workspace for each.
+STREAMS_BYTES = 128 * 2**20
 LEAST_ROW_BYTES = 2.0**20  # no photo takes less: a difference below it is noise
 SPARE = 0.92  # of the card: the context, libraries and fragments take the rest
 
@@ -38,7 +40,7 @@ def measure_memory(step: TrainStep, batch: Batch, *, ring_row_bytes: int = 0) ->
     small, large = 1, min(4, len(batch.picks))
     peaks = [_peak(step, batch, rows) for rows in (small, large)]
     per_row = max((peaks[1] - peaks[0]) / max(large - small, 1), LEAST_ROW_BYTES)
-    fixed = peaks[0] - small * per_row - ring_row_bytes * len(batch.picks)
+    fixed = peaks[0] - small * per_row - ring_row_bytes * len(batch.picks) + STREAMS_BYTES
     return Memory(fixed, COPIES * per_row + ring_row_bytes, memory_limit())
 
 
