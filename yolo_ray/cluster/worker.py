@@ -215,6 +215,7 @@ def _train(job: Job, here: Here) -> bool:
         feed=_build_feed(job, plan, here), evaluate=_build_evaluate(job, predict, here), val=val, reduce=here.reduce,
         report=ray.train.report, tracker=tracker, events=events, rank=here.rank,
         workers=here.workers, data_digest=job.data_digest, progress=progress,
+        data_cpus=job.placement.data.cpus * here.workers,
     )  # fmt: skip
     try:
         fit(run)

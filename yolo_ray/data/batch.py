@@ -85,6 +85,11 @@ class PhotoRing:
         self._steps: list[int | None] = [None] * self.size
         self._lane = _CopyLane(self.photos.device) if self.photos.is_cuda else None
 
+    def stage(self, photos: np.ndarray) -> Tensor:
+        """Photos [b,S,S,3] where a copy to the device starts from: any thread may do it ahead of ``put``."""
+        source = torch.as_tensor(photos)
+        return source if self._lane is None else source.pin_memory()
+
     def put(self, step: int, photos: np.ndarray | Tensor) -> None:
         """Store one step's photos, uint8 [b,S,S,3] RGB with the resized photo at the top left.
 

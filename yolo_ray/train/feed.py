@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from yolo_ray.data.batch import Batch, KeptBoxes, PhotoRing
 from yolo_ray.data.plan import Plan, slots_of
@@ -41,6 +42,7 @@ class StepPhotosLike(Protocol):
 
 
 PhotoSource = Callable[[range], Iterator[StepPhotosLike]]
+_Staged = tuple[StepPhotosLike, Tensor]  # the latter: its photos, ready to be copied to the device
 
 
 class Feed:
@@ -65,11 +67,11 @@ class Feed:
             return
         steps = range(first_step - (self.plan.window - 1), self.plan.total_steps)
         kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        for photos in _ahead(self.source(steps), self._waited):
+        for photos, staged in _ahead(self._staged(steps), self._waited):
             images, _, _ = self.plan.images_at(photos.step)
             # The rows themselves say who they are: a stream that slipped by one row must never train.
             assert np.array_equal(images[self.slots], photos.ids), "the stream left the plan"
-            self.ring.put(photos.step, photos.photos)
+            self.ring.put(photos.step, staged)
             kept |= photos.kept
             kept = {
                 key: value for key, value in kept.items() if key[0] > photos.step - self.plan.window
@@ -77,6 +79,11 @@ class Feed:
             if photos.step >= first_step:
                 self.ids = photos.ids
                 yield photos.step, self._batch(photos.step, kept)
+
+    def _staged(self, steps: range) -> Iterator[_Staged]:
+        # In the thread that pulls: copying a batch into pinned memory takes longer than launching a step.
+        for photos in self.source(steps):
+            yield photos, self.ring.stage(photos.photos)
 
     def _batch(self, step: int, kept: KeptBoxes) -> Batch:
         planned = self.plan.at(step, kept or None)
@@ -94,9 +101,9 @@ class _Failed:
 class _Puller:
     """A thread that pulls items into a bounded queue: None at the end, _Failed for an error."""
 
-    def __init__(self, items: Iterator[StepPhotosLike]) -> None:
+    def __init__(self, items: Iterator[_Staged]) -> None:
         self.items = items
-        self.buffer: queue.Queue[StepPhotosLike | _Failed | None] = queue.Queue(QUEUE_STEPS)
+        self.buffer: queue.Queue[_Staged | _Failed | None] = queue.Queue(QUEUE_STEPS)
         self.stopped = threading.Event()
         threading.Thread(target=self._pull, name="photos", daemon=True).start()
 
@@ -109,7 +116,7 @@ class _Puller:
         except BaseException as error:  # handed to the training thread, which raises it
             self._put(_Failed(error))
 
-    def _put(self, item: StepPhotosLike | _Failed | None) -> bool:
+    def _put(self, item: _Staged | _Failed | None) -> bool:
         """Whether there was a place before the consumer went away."""
         while not self.stopped.is_set():
             try:
@@ -120,9 +127,7 @@ class _Puller:
         return False
 
 
-def _ahead(
-    items: Iterator[StepPhotosLike], waited: Callable[[float], None]
-) -> Iterator[StepPhotosLike]:
+def _ahead(items: Iterator[_Staged], waited: Callable[[float], None]) -> Iterator[_Staged]:
     """``items``, pulled a few ahead so that waiting for photos and training overlap."""
     puller = _Puller(items)
     try:

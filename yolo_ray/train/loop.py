@@ -18,6 +18,7 @@ from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, save_weights
 from yolo_ray.model.loss import head_gains_at
+from yolo_ray.step.clock import StepClock
 from yolo_ray.step.graph import GraphedStep, Step
 from yolo_ray.step.reduce import AllReduce
 from yolo_ray.step.schedule import Schedule
@@ -28,6 +29,7 @@ from yolo_ray.train.checkpoint import (
     save_atomically,
     save_checkpoint,
 )
+from yolo_ray.train.diagnose import EpochSpeed, wait_advice
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
 from yolo_ray.train.metrics import EvalResult
@@ -63,6 +65,7 @@ class Run:
     workers: int
     data_digest: str
     val: Records
+    data_cpus: float  # of all workers, to read photos
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -112,11 +115,13 @@ class _Loop:
         self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
         self.last_logged = run.progress.step
         self.skipped_in_a_row = 0
-        self.is_cost_told = False
+        self.is_cost_told = self.is_wait_told = False
+        self.clock = StepClock(run.step.flat.state.device)
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
         self.epoch_begin = time.perf_counter()
+        self.clock.restart()
         self.epoch_steps = 0  # those of this process: a resume may begin in the middle
         self.losses[:] = 0
         self.run.feed.wait_s = 0.0
@@ -130,9 +135,11 @@ class _Loop:
         if run.rank == 0 and step < NUM_PICTURED_STEPS:
             self._picture(step, batch)
         self._ask_to_stop(step)
+        self.clock.begin()
         controls = run.schedule.at(step)
         run.step.set_controls(controls, head_gains_at(epoch, run.config.epochs, run.step.num_heads))
         run.step(batch, update=bool(run.schedule.updates[step]))
+        self.clock.end()
         run.progress.step = step + 1
         self.epoch_steps += 1
         if run.config.data.log_samples:
@@ -154,14 +161,14 @@ class _Loop:
     def _log(self, step: int, lr: float) -> None:
         run, per_epoch = self.run, self.run.schedule.steps_per_epoch
         sums = run.step.read_sums()
+        self.clock.collect()
         self._tell_cost()
         steps = step + 1 - self.last_logged
         self.last_logged = step + 1
         trained = steps - sums["skipped"]
         self._refuse_lost_run(step, lr, 0 if trained else steps)
         self.losses += np.array([sums["box"], sums["cls"], sums["dfl"], 1.0]) * trained
-        seconds = time.perf_counter() - self.epoch_begin
-        speed = self.epoch_steps * run.config.batch / seconds
+        speed = self._speed()
         run.progress.elapsed_s = time.perf_counter() - self.begin_time
         done = step + 1 - self.first_step
         remaining = run.schedule.epochs * per_epoch - (step + 1)
@@ -170,13 +177,14 @@ class _Loop:
             "step",
             epoch=step // per_epoch + 1, epochs=run.schedule.epochs,
             step=step % per_epoch + 1, steps=per_epoch,
-            images_per_s=speed, lr=lr, data_wait=min(run.feed.wait_s / seconds, 1.0),
+            images_per_s=speed.images_per_s, lr=lr, data_wait=speed.data_wait_share,
             eta_s=since / done * remaining, skipped=int(run.step.skipped),
             **{name: sums[name] for name in ("box", "cls", "dfl")},
         )  # fmt: skip
         run.tracker.metrics(
             {f"train/{name}": sums[name] for name in ("box", "cls", "dfl")}
-            | {"lr": lr, "speed/images_per_s": speed, "skipped_steps": float(run.step.skipped)},
+            | {"lr": lr, "speed/images_per_s": speed.images_per_s}
+            | {"skipped_steps": float(run.step.skipped)},
             step=step + 1,
         )
         if sums["stop"] > 0:
@@ -189,6 +197,25 @@ class _Loop:
         if isinstance(step, GraphedStep) and step.cost is not None and not self.is_cost_told:
             self.is_cost_told = True
             self.note(step.cost.sentence(schedule.epochs * schedule.steps_per_epoch))
+
+    def _speed(self) -> EpochSpeed:
+        """Of this epoch until the last log line; the device has nothing more to do then."""
+        return EpochSpeed(
+            steps=self.epoch_steps, batch=self.run.config.batch,
+            wall_ms=1000 * (time.perf_counter() - self.epoch_begin),
+            busy_ms=self.clock.busy_ms, idle_ms=self.clock.idle_ms, host_wait_ms=1000 * self.run.feed.wait_s,
+        )  # fmt: skip
+
+    def _tell_wait(self, epoch: int) -> None:
+        """Once: that a GPU waits for photos. The first epoch of a process starts up and says nothing of the rest."""
+        run = self.run
+        is_first = epoch == self.first_step // run.schedule.steps_per_epoch
+        if self.is_wait_told or is_first or not self.clock.is_gpu:
+            return
+        advice = wait_advice(self._speed(), data_cpus=run.data_cpus, cache=run.config.data.cache)
+        if advice:
+            self.is_wait_told = True
+            run.events.write("warning", text=advice)
 
     def _refuse_lost_run(self, step: int, lr: float, skipped: int) -> None:
         """One bad step is skipped and counted; nothing but bad steps means that the run has diverged."""
@@ -210,26 +237,20 @@ class _Loop:
 
     def _row(self, step: int) -> dict[str, float]:
         """What training itself adds to results.csv: means over the epoch's steps in this process."""
-        run, steps = self.run, self.epoch_steps
+        run, speed = self.run, self._speed()
         row = {"lr": run.schedule.at(step).lr, "skipped_steps": float(run.step.skipped)}
-        if steps == 0:  # resumed after the last step of the epoch
+        if speed.steps == 0:  # resumed after the last step of the epoch
             return row
-        seconds = time.perf_counter() - self.epoch_begin
         means = (self.losses[:3] / max(self.losses[3], 1)).tolist()
         losses = zip(("train/box", "train/cls", "train/dfl"), means, strict=True)
-        return {
-            **dict(losses),
-            **row,
-            "time/step_ms": 1000 * seconds / steps,
-            "time/data_wait_ms": 1000 * run.feed.wait_s / steps,
-            "speed/images_per_s": steps * run.config.batch / seconds,
-        }
+        return {**dict(losses), **row, **speed.row()}
 
     def end_epoch(self, step: int) -> None:
         """Evaluate, write the row, the weights and the checkpoint."""
         run = self.run
         epoch = step // run.schedule.steps_per_epoch
         row = self._row(step)
+        self._tell_wait(epoch)
         if isinstance(run.step, GraphedStep):
             row |= {"graph/captures": run.step.captures, "graph/replays": run.step.replays}
         result = self._evaluate(epoch) if self._evaluates(epoch) else None
