@@ -73,7 +73,7 @@ class Case:
             config=self.config, folder=self.folder, detector=local.detector, step=local.step,
             schedule=local.schedule, feed=local.feed, evaluate=self.evaluate, reduce=local.step.reduce,
             report=self.report, tracker=self.notes, events=EventLog(self.folder / "events.jsonl"), rank=0,
-            workers=1, data_digest=self.records.digest, val=self.records, **resumed,
+            workers=1, data_digest=self.records.digest, val=self.records, data_cpus=1.0, **resumed,
         )  # fmt: skip
         self.progress, self.step = run.progress, local.step
         return run
