@@ -52,7 +52,7 @@ def records_of(paths: list[Path]) -> Records:
     count = len(paths)
     sizes = np.array([photo_size(path) for path in paths], np.int32)
     return Records(
-        np.array([str(path) for path in paths]), sizes, np.zeros(count + 1, np.int64),
+        [str(path) for path in paths], sizes, np.zeros(count + 1, np.int64),
         np.zeros((0, 4), np.float32), np.zeros(0, np.int32), ("none",), f"benchmark {paths[0]}",
     )  # fmt: skip
 

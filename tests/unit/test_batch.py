@@ -24,7 +24,7 @@ def make_plan(sides: tuple[int, ...] = (SIDE,), mixup: float = 0.0) -> Plan:
     rng = np.random.default_rng(1)
     corners = np.sort(rng.random((COUNT * 3, 2, 2)), axis=1)
     records = Records(
-        paths=np.array([str(i) for i in range(COUNT)]),
+        paths=[str(i) for i in range(COUNT)],
         sizes=rng.integers(20, 40, (COUNT, 2)).astype(np.int32),
         offsets=np.arange(COUNT + 1, dtype=np.int64) * 3,
         boxes=corners.reshape(-1, 4).astype(np.float32),

@@ -282,7 +282,7 @@ from pathlib import Path
 from yolo_ray.data.cache import PhotoCache, make_file
 from yolo_ray.data.records import Records
 n = 200
-records = Records(np.array([f"/none/{i}.jpg" for i in range(n)]), np.full((n, 2), 600, np.int32),
+records = Records([f"/none/{i}.jpg" for i in range(n)], np.full((n, 2), 600, np.int32),
                   np.zeros(n + 1, np.int64), np.zeros((0, 4), np.float32), np.zeros(0, np.int32), ("a",), "d")
 path = Path(sys.argv[1])
 from yolo_ray.data.cache import Layout

@@ -48,7 +48,7 @@ def make_records(boxes: list[np.ndarray], classes: list[np.ndarray]) -> Records:
     sizes = np.array([photo_of(i).shape[:2] for i in range(len(boxes))], np.int32).reshape(-1, 2)
     scaled = [b / np.tile(s[::-1], 2) for b, s in zip(boxes, sizes, strict=True)]
     return Records(
-        paths=np.array([f"{i}.png" for i in range(len(boxes))]),
+        paths=[f"{i}.png" for i in range(len(boxes))],
         sizes=sizes,
         offsets=np.concatenate([[0], np.cumsum([len(b) for b in boxes])]).astype(np.int64),
         boxes=np.concatenate(scaled).astype(np.float32),

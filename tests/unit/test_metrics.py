@@ -28,7 +28,7 @@ def make_records(
     """Records from sizes (h, w), pixel boxes and classes of every photo."""
     fractions = [b / np.tile([w, h], 2) for (h, w), b in zip(photos, boxes, strict=True)]
     return Records(
-        paths=np.array([f"{i}.jpg" for i in range(len(photos))]),
+        paths=[f"{i}.jpg" for i in range(len(photos))],
         sizes=np.array(photos, dtype=np.int32),
         offsets=np.concatenate([[0], np.cumsum([len(b) for b in boxes])]).astype(np.int64),
         boxes=np.concatenate(fractions).reshape(-1, 4).astype(np.float32),

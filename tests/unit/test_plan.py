@@ -28,7 +28,7 @@ def make_records(count: int, seed: int = 0, boxes_each: int = 5) -> Records:
     box_counts = rng.integers(0, boxes_each + 1, count)
     corners = np.sort(rng.random((box_counts.sum(), 2, 2)), axis=1)
     return Records(
-        paths=np.array([f"/photos/{i}.jpg" for i in range(count)]),
+        paths=[f"/photos/{i}.jpg" for i in range(count)],
         sizes=rng.integers(40, 90, (count, 2)).astype(np.int32),
         offsets=np.concatenate([[0], np.cumsum(box_counts)]).astype(np.int64),
         boxes=corners.reshape(-1, 4).astype(np.float32),

@@ -333,6 +333,6 @@ def test_fast_decode_leaves_small_photos_and_other_formats_alone(tmp_path: Path)
 
 def one_photo(path: Path, size: tuple[int, ...]) -> Records:
     return Records(
-        np.array([str(path)]), np.array([size], np.int32), np.zeros(2, np.int64),
+        [str(path)], np.array([size], np.int32), np.zeros(2, np.int64),
         np.zeros((0, 4), np.float32), np.zeros(0, np.int32), ("a",), str(path),
     )  # fmt: skip

@@ -180,7 +180,7 @@ def test_a_store_that_stumbles_is_asked_again(flaky: Flaky, local: Path, status:
 def test_a_store_that_stays_down_ends_the_check_at_once(
     flaky: Flaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("yolo_ray.data.records.NETWORK_READERS", 2)
+    monkeypatch.setattr("yolo_ray.data.judging.NETWORK_READERS", 2)
     flaky.failures, flaky.only = 10**6, "/labels/"
     message = sentence(lambda: both(f"s3://{BUCKET}/sets/one/data.yaml"))
     assert f"s3://{BUCKET}/sets/one/labels/train/" in message and "in 5 attempts" in message

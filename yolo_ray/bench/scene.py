@@ -36,7 +36,7 @@ def make_batches(batch: int, imgsz: int, boxes: int, device: torch.device) -> li
 def make_records(count: int) -> Records:
     """Records of ``count`` photos of 640 x 480 px that are never read, without boxes."""
     return Records(
-        paths=np.array([f"{index}.jpg" for index in range(count)]),
+        paths=[f"{index}.jpg" for index in range(count)],
         sizes=np.full((count, 2), (480, 640), np.int32),
         offsets=np.zeros(count + 1, np.int64),
         boxes=np.zeros((0, 4), np.float32),

@@ -136,7 +136,7 @@ def _on_every_node(work: Any, place: CachePlace) -> list[Any]:
 
 
 def _refuse_among_photos(folder: Path, records: Records) -> None:
-    folders = [os.path.dirname(path) for path in records.paths.tolist() if os.path.isabs(path)]
+    folders = [os.path.dirname(path) for path in records.paths if os.path.isabs(path)]
     photos = os.path.commonpath(folders) if folders else ""
     if photos and folder.resolve().is_relative_to(Path(photos).resolve()):
         raise UserError(

@@ -208,9 +208,9 @@ class _TrainTask:
         ids = np.empty(len(steps), np.int64)
         # Each photo is written where it will be read: on many cores copies cost more than decoding.
         photos = np.empty((len(steps), plan.imgsz, plan.imgsz, 3), np.uint8)
-        boxes = []
+        boxes, planned = [], {step: plan.images_at(step) for step in np.unique(steps).tolist()}
         for row, (step, slot) in enumerate(zip(steps.tolist(), slots.tolist(), strict=True)):
-            images, _, seeds = plan.images_at(step)
+            images, _, seeds = planned[step]
             ids[row] = index = int(images[slot])
             photo = resized_photo(plan.records, index, self.reading)
             boxes.append(_train_photo(plan, index, photo, transform, int(seeds[slot]), photos[row]))

@@ -36,11 +36,14 @@ from yolo_ray.data.geometry import (
     resized_extents,
     transform_boxes,
 )
+from yolo_ray.data.shuffle import Shuffle
 
 if TYPE_CHECKING:
     from yolo_ray.data.records import Records
 
 MIN_CAPACITY = 16
+# Above it an epoch's order is computed, not kept: every process that decodes would keep eight bytes a photo.
+LARGEST_KEPT_ORDER = 2**18
 MIX_STEPS = 4096  # a blend counts in 4096ths: products with 8-bit pixels are exact in float32
 
 # (step, slot) of a photo's own row -> boxes [k,4] (fractions), classes [k] after albumentations
@@ -134,7 +137,7 @@ class Plan:
         self._moves_boxes = moves_boxes
         self.steps_per_epoch = -(-len(records) // batch)
         self.total_steps = self.steps_per_epoch * epochs
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[int, np.ndarray | Shuffle] = {}
         self._latest: PlanStep | None = None  # capacity_at and at are asked in turn
 
     def with_sides(self, sides: Sequence[int]) -> Plan:
@@ -221,11 +224,13 @@ class Plan:
         """Slot [n] of rows 4 * image + quadrant."""
         return rows_n // (8 if self._augment.mixup else 4)
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _order(self, epoch: int) -> np.ndarray | Shuffle:
         """The epoch's permutation of all photos, kept for as many epochs as a window can touch."""
         order_N = self._orders.get(epoch)
         if order_N is None:
-            order_N = self._generator(ORDER_STREAM, epoch).permutation(len(self.records))
+            generator, photos = self._generator(ORDER_STREAM, epoch), len(self.records)
+            is_small = photos <= LARGEST_KEPT_ORDER
+            order_N = generator.permutation(photos) if is_small else Shuffle(photos, generator)
             touched = 2 + self.window // self.steps_per_epoch
             # A new dict each time: a reading thread may plan ahead while the loop plans.
             newest = dict(list(self._orders.items())[1 - touched :])

@@ -4,54 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from yolo_ray.augment.images import PhotoError, photo_size, size_in
 from yolo_ray.config.address import is_remote, parent_of
-from yolo_ray.data.formats import (
-    PHOTO_SUFFIXES,
-    DataYaml,
-    LabelError,
-    Labels,
-    Split,
-    label_path,
-    load_data_yaml,
-    load_labels,
-)
+from yolo_ray.data.formats import DataYaml, Split, label_path, load_data_yaml
+from yolo_ray.data.judging import BadRecord, Judged, join_judged, judge_photos
 from yolo_ray.data.listing import list_photos
 from yolo_ray.data.packs import load_index, packed_entry
-from yolo_ray.data.storage import StorageError, access_of, is_plain, read_bytes
+from yolo_ray.data.storage import access_of
+from yolo_ray.data.texts import Texts
 from yolo_ray.errors import UserError
 
 NAMED_IN_MESSAGE = 3
-DISK_READERS, NETWORK_READERS = 16, 64  # a store answers in tens of ms, however many ask
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """Why a photo is left out: the file at fault (photo or label), its line if any, the reason."""
-
-    path: str
-    line: int | None
-    reason: str
-
-    def __str__(self) -> str:
-        """file:line: reason."""
-        place = self.path if self.line is None else f"{self.path}:{self.line}"
-        return f"{place}: {self.reason}"
+RUN = 4096  # photos that are judged together
+# Runs of photos and the number of classes -> what each run came to, in order
+Judge = Callable[[Sequence[Sequence[str]], int], Iterator[Judged]]
 
 
 @dataclass(frozen=True)
 class Records:
     """Usable photos of a split, sorted by path; boxes of photo i are rows offsets[i]:offsets[i+1].
 
-    paths [N] str, absolute, or places as in data/storage.py; sizes [N,2] int32 (height, width) px
+    paths [N], absolute, or places as in data/storage.py; sizes [N,2] int32 (height, width) px
     as decoded; offsets [N+1] int64;
     boxes [M,4] float32 xyxy fractions inside [0,1]; classes [M] int32; names by class id; digest:
     sha256 of all that (paths relative) and the file sizes; bad: photos left out; counts: what was
@@ -60,7 +38,7 @@ class Records:
     It may hold secrets and is never shown.
     """
 
-    paths: np.ndarray
+    paths: Sequence[str]
     sizes: np.ndarray
     offsets: np.ndarray
     boxes: np.ndarray
@@ -87,63 +65,31 @@ class Records:
         return self.boxes[rows], self.classes[rows]
 
 
-@dataclass(frozen=True)
-class _Judged:
-    """What one photo came to: usable, bad, or a mistake that stops everything."""
-
-    path: str
-    size: tuple[int, int] = (0, 0)
-    size_bytes: int = 0
-    labels: Labels | None = None  # None: no label file
-    bad: BadRecord | None = None
-    mistake: str | None = None
-
-
-def load_records(data_yaml: str | Path, split: Split, *, max_bad: float) -> Records:
+def load_records(
+    data_yaml: str | Path, split: Split, *, max_bad: float, judge: Judge | None = None
+) -> Records:
     """Read and judge a split of a YOLO-format data.yaml. No file is written.
 
     Bad photos (corrupt, truncated, bad labels) are left out and listed up to the share
     ``max_bad``. Raises UserError above it, for a class id out of range, and for a split that is
     missing or has no photos, no label files or no boxes. A packed split was judged when it was packed.
+    ``judge`` looks at runs of photos somewhere else, ``judge_photos`` for each, in order.
     """
     data = load_data_yaml(data_yaml)
     index = packed_entry(data, split)
     if index is not None:
         return _unpack(data, split, index, max_bad)
     photos = list_photos(data, split)
-    # Threads: the work is file reading; 16 also hide the latency of a network disk.
-    readers = NETWORK_READERS if any(is_remote(photo) for photo in photos) else DISK_READERS
-    with ThreadPoolExecutor(max_workers=readers) as pool:
-        judged = list(pool.map(partial(_judge, num_classes=len(data.names)), photos))
+    runs = [photos[start : start + RUN] for start in range(0, len(photos), RUN)]
+    judged = join_judged(list((judge or _judge_here)(runs, len(data.names))))
     _refuse_mistakes(judged)
-    good = [one for one in judged if one.bad is None]
-    bad = tuple(one.bad for one in judged if one.bad is not None)
-    _refuse_too_many(data, split, bad, len(judged), max_bad)
-    _refuse_unlabelled(data, split, good)
-    return _flatten(data, good, bad)
+    _refuse_too_many(data, split, judged.bad, judged.total, max_bad)
+    _refuse_unlabelled(data, split, judged)
+    return build_records(data, judged)
 
 
-def _judge(photo: str, *, num_classes: int) -> _Judged:
-    label_file = label_path(photo)
-    try:
-        suffix = os.path.splitext(photo)[1].lower()
-        labels = load_labels(label_file, num_classes)
-        if suffix not in PHOTO_SUFFIXES:
-            raise PhotoError(
-                photo, f"format {suffix or 'without suffix'} is not read, save it as JPEG or PNG"
-            )
-        if is_plain(photo):
-            return _Judged(photo, photo_size(photo), os.stat(photo).st_size, labels)
-        data = _bytes_of(photo)  # once: each request costs more than its bytes
-        return _Judged(photo, size_in(photo, data), len(data), labels)
-    except StorageError:
-        raise  # the store fails, not this photo: the others would wait for it in vain
-    except UserError as error:
-        return _Judged(photo, mistake=str(error))
-    except PhotoError as error:
-        return _Judged(photo, bad=BadRecord(photo, None, error.reason))
-    except LabelError as error:
-        return _Judged(photo, bad=BadRecord(label_file, error.line, error.reason))
+def _judge_here(runs: Sequence[Sequence[str]], num_classes: int) -> Iterator[Judged]:
+    return (judge_photos(run, num_classes) for run in runs)
 
 
 def _unpack(data: DataYaml, split: Split, place: str, max_bad: float) -> Records:
@@ -164,7 +110,7 @@ def _unpack(data: DataYaml, split: Split, place: str, max_bad: float) -> Records
     folder = parent_of(place) if is_remote(place) else os.path.dirname(place)
     places = index.places(folder)
     return Records(
-        paths=np.array(places),
+        paths=Texts(places),
         **arrays,
         names=data.names,
         digest=_digest(index.photos, num_bytes, arrays, data.names),
@@ -175,27 +121,20 @@ def _unpack(data: DataYaml, split: Split, place: str, max_bad: float) -> Records
     )
 
 
-def _bytes_of(photo: str) -> bytes:
-    try:
-        return read_bytes(photo)
-    except FileNotFoundError:
-        raise PhotoError(photo, "no such file") from None
+def _refuse_mistakes(judged: Judged) -> None:
+    if judged.mistakes:
+        first, *others = judged.mistakes
+        more = f" ({len(others)} more label files like it)" if others else ""
+        raise UserError(first + more)
 
 
-def _refuse_mistakes(judged: Sequence[_Judged]) -> None:
-    mistakes = [one.mistake for one in judged if one.mistake is not None]
-    if mistakes:
-        more = f" ({len(mistakes) - 1} more label files like it)" if len(mistakes) > 1 else ""
-        raise UserError(mistakes[0] + more)
-
-
-def _refuse_unlabelled(data: DataYaml, split: Split, good: Sequence[_Judged]) -> None:
-    if all(one.labels is None for one in good):
+def _refuse_unlabelled(data: DataYaml, split: Split, judged: Judged) -> None:
+    if not judged.labelled:
         raise UserError(
-            f"{data.file}: none of the {len(good)} photos of split '{split}' has a label file, "
-            f"{label_path(good[0].path)} for one; put the labels there"
+            f"{data.file}: none of the {len(judged.paths)} photos of split '{split}' has a label file, "
+            f"{label_path(judged.paths[0])} for one; put the labels there"
         )
-    if not any(one.labels is not None and len(one.labels.boxes) for one in good):
+    if not len(judged.boxes):
         raise UserError(
             f"{data.file}: no label file of split '{split}' holds a box; label some photos"
         )
@@ -218,44 +157,40 @@ def _refuse_too_many(
     )
 
 
-def _flatten(data: DataYaml, good: Sequence[_Judged], bad: tuple[BadRecord, ...]) -> Records:
-    labels = [one.labels for one in good if one.labels is not None]
-    lengths = [0 if one.labels is None else len(one.labels.boxes) for one in good]
+def build_records(data: DataYaml, judged: Judged) -> Records:
+    """The usable photos of a judged split."""
     arrays = {
-        "sizes": np.array([one.size for one in good], np.int32).reshape(-1, 2),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        "boxes": np.concatenate([one.boxes for one in labels]),
-        "classes": np.concatenate([one.classes for one in labels]),
+        "sizes": judged.sizes,
+        "offsets": np.concatenate([[0], np.cumsum(judged.lengths)]).astype(np.int64),
+        "boxes": judged.boxes,
+        "classes": judged.classes,
     }
     for array in arrays.values():
         array.setflags(write=False)
-    counts = {
-        "duplicates": sum(one.duplicates for one in labels),
-        "clipped": sum(one.clipped for one in labels),
-    }
-    num_bytes = np.array([one.size_bytes for one in good], np.int64)
-    photos = [relative_name(one.path, data.root) for one in good]
+    photos = (relative_name(path, data.root) for path in judged.paths)
     return Records(
-        paths=np.array([one.path for one in good]),
+        paths=judged.paths,
         **arrays,
         names=data.names,
-        digest=_digest(photos, num_bytes, arrays, data.names),
-        bad=bad,
-        counts=counts,
-        num_bytes=num_bytes,
-        access=access_of(one.path for one in good),
+        digest=_digest(photos, judged.num_bytes, arrays, data.names),
+        bad=judged.bad,
+        counts={"duplicates": judged.duplicates, "clipped": judged.clipped},
+        num_bytes=judged.num_bytes,
+        access=access_of(judged.paths),
     )
 
 
 def relative_name(photo: str, root: str) -> str:
     """A photo's place below the data set's folder, the same on a disk and in a store."""
+    if photo.startswith(beginning := root.rstrip("/") + "/") and "/." not in photo:
+        return photo[len(beginning) :].lstrip("/")
     if is_remote(photo) != is_remote(root):
         return photo
     return Path(os.path.relpath(photo, root)).as_posix()
 
 
 def _digest(
-    photos: Sequence[str],
+    photos: Iterable[str],
     num_bytes: np.ndarray,
     arrays: Mapping[str, np.ndarray],
     names: Sequence[str],
