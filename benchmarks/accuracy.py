@@ -23,17 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# With amp it first compares a pretrained model with itself, which it would download: an untrained one does.
+# Left out: its check of amp, for which it would download a model, and its table's copy in the weights file, which needs polars.
 ULTRALYTICS = """
 import json, sys
 from ultralytics import YOLO
-from ultralytics.engine.trainer import BaseTrainer
-from ultralytics.utils import WEIGHTS_DIR
-BaseTrainer.read_results_csv = lambda self: {}  # it would ask for polars, to copy the table into the weights file
+from ultralytics.engine import trainer
+trainer.check_amp = lambda model: True
+trainer.BaseTrainer.read_results_csv = lambda self: {}
 options = json.loads(sys.argv[1])
-if options["amp"]:
-    WEIGHTS_DIR.mkdir(parents=True, exist_ok=True)
-    YOLO("yolo26n.yaml").save(WEIGHTS_DIR / "yolo26n.pt")
 YOLO(options.pop("model")).train(**options)
 """
 EAGER = "eager"  # ours without a graph
@@ -58,11 +55,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def last_json(command: list[str], log: Path, cwd: Path | None = None) -> dict[str, Any]:
+def last_json(command: list[str], log: Path) -> dict[str, Any]:
     """Run a command, keep its output, and return the JSON of its last line."""
-    # Settings, and with them the folder of weights, of its own: nothing is written into the user's.
-    env = os.environ | ({} if cwd is None else {"YOLO_CONFIG_DIR": str(cwd)})
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"{command[2:4]} failed, see {log}:\n{done.stderr[-2000:]}")
@@ -106,7 +101,7 @@ def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path
     options |= {"model": arguments.model, "data": str(data), "seed": seed}
     options |= {"project": str(folder), "name": f"theirs{seed}", "plots": False, "verbose": False}
     command = [sys.executable, "-c", ULTRALYTICS, json.dumps(options)]
-    last_json(command, folder / f"theirs{seed}.log", copy)
+    last_json(command, folder / f"theirs{seed}.log")
     return folder / f"theirs{seed}" / "weights" / "best.pt"
 
 

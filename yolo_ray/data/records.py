@@ -182,8 +182,9 @@ def build_records(data: DataYaml, judged: Judged) -> Records:
 
 def relative_name(photo: str, root: str) -> str:
     """A photo's place below the data set's folder, the same on a disk and in a store."""
-    if photo.startswith(beginning := root.rstrip("/") + "/") and "/." not in photo:
-        return photo[len(beginning) :].lstrip("/")
+    below = photo.removeprefix(root.rstrip("/") + "/")
+    if below != photo and "//" not in f"/{below}" and "/." not in f"/{below}":
+        return below  # nothing to simplify: the slow way of the last line is for the few
     if is_remote(photo) != is_remote(root):
         return photo
     return Path(os.path.relpath(photo, root)).as_posix()
