@@ -23,7 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# Left out: its check of amp, for which it would download a model, and its table's copy in the weights file, which needs polars.
+# Left out: its check of amp, for which it would download a model, and the copy of its table in the weights file,
+# which needs polars.
 ULTRALYTICS = """
 import json, sys
 from ultralytics import YOLO
