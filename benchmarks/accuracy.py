@@ -56,9 +56,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return arguments
 
 
-def last_json(command: list[str], log: Path) -> dict[str, Any]:
+def last_json(command: list[str], log: Path, cwd: Path | None = None) -> dict[str, Any]:
     """Run a command, keep its output, and return the JSON of its last line."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
     log.write_text(done.stdout + done.stderr)
     if done.returncode != 0:
         raise RuntimeError(f"{command[2:4]} failed, see {log}:\n{done.stderr[-2000:]}")
@@ -102,7 +102,7 @@ def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path
     options |= {"model": arguments.model, "data": str(data), "seed": seed}
     options |= {"project": str(folder), "name": f"theirs{seed}", "plots": False, "verbose": False}
     command = [sys.executable, "-c", ULTRALYTICS, json.dumps(options)]
-    last_json(command, folder / f"theirs{seed}.log")
+    last_json(command, folder / f"theirs{seed}.log", copy)  # it writes an mlflow.db where it runs
     return folder / f"theirs{seed}" / "weights" / "best.pt"
 
 
