@@ -36,6 +36,7 @@ class LocalPhotos:
     ids: np.ndarray
     photos: np.ndarray
     kept: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]
+    read_ms: float = 1.0
 
 
 def read_steps(plan: Plan, slots: range, steps: range) -> Iterator[LocalPhotos]:

@@ -107,6 +107,10 @@ class PhotoRing:
             self._lane.copy(target, source, after=step - 2)
         self._steps[place] = step
 
+    def copied_ms(self) -> float:
+        """What copies to the device have taken there since the last call, as far as they are done."""
+        return 0.0 if self._lane is None else self._lane.copied_ms()
+
     def batch(self, plan_step: PlanStep, slots: range, capacity: int) -> Batch:
         """This worker's batch of a step whose photos (and those of its window) were put.
 
@@ -154,6 +158,7 @@ class _CopyLane:
         self.stream = torch.cuda.Stream(device)
         self.arrived = torch.cuda.Event()
         self.joined: dict[int, torch.cuda.Event] = {}
+        self.timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def copy(self, target: Tensor, source: Tensor, *, after: int) -> None:
         """Copy photos [b,S,S,3] to ``target`` [b,3,S,S] once the work before batch ``after`` ran."""
@@ -161,9 +166,19 @@ class _CopyLane:
         if after in self.joined:
             self.stream.wait_event(self.joined[after])
         self.joined = {step: event for step, event in self.joined.items() if step > after}
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
+            begin.record()
             target.copy_(pinned.to(self.device, non_blocking=True).permute(0, 3, 1, 2))
+            end.record()
+        self.timed.append((begin, end))
         self.arrived.record(self.stream)
+
+    def copied_ms(self) -> float:
+        """Of the copies that ended since the last call."""
+        done = [pair for pair in self.timed if pair[1].query()]
+        self.timed = self.timed[len(done) :]
+        return sum(begin.elapsed_time(end) for begin, end in done)
 
     def join(self, step: int) -> None:
         """What is enqueued from now on sees all photos; remember the moment as that of ``step``."""

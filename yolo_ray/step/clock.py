@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections import deque
 from typing import Any
 
 import torch
+
+RECENT = 200
 
 
 class StepClock:
@@ -14,7 +18,8 @@ class StepClock:
     A host that runs ahead waits for photos without harm: only the gap between two steps on the device is lost.
 
     Attributes:
-        busy_ms, idle_ms: within steps and between them, since ``restart``, as of the last ``collect``.
+        steps: counted since ``restart``, as of the last ``collect``, like what follows.
+        busy_ms, idle_ms: within steps and between them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +28,9 @@ class StepClock:
 
     def restart(self) -> None:
         """Begin anew; what lies before the next step counts for nothing."""
+        self.steps = 0
         self.busy_ms = self.idle_ms = 0.0
+        self._recent: deque[float] = deque(maxlen=RECENT)
         self._begins: list[Any] = []
         self._ends: list[Any] = []
         self._last: Any = None  # end of the step that was counted last
@@ -41,9 +48,17 @@ class StepClock:
         for begin, end in zip(self._begins, self._ends, strict=True):
             if self._last is not None:
                 self.idle_ms += self._between(self._last, begin)
-            self.busy_ms += self._between(begin, end)
+            step_ms = self._between(begin, end)
+            self.steps += 1
+            self.busy_ms += step_ms
+            self._recent.append(step_ms)
             self._last = end
         self._begins, self._ends = [], []
+
+    @property
+    def step_ms(self) -> float:
+        """The median of the latest steps, 0 before the first: steps that compile do not move it."""
+        return statistics.median(self._recent) if self._recent else 0.0
 
     def _between(self, first: Any, second: Any) -> float:
         return first.elapsed_time(second) if self.is_gpu else 1000 * (second - first)

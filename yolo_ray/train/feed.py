@@ -40,6 +40,11 @@ class StepPhotosLike(Protocol):
         """Boxes that albumentations changed."""
         ...
 
+    @property
+    def read_ms(self) -> float:
+        """What they took of the CPU that read them."""
+        ...
+
 
 PhotoSource = Callable[[range], Iterator[StepPhotosLike]]
 _Staged = tuple[StepPhotosLike, Tensor]  # the latter: its photos, ready to be copied to the device
@@ -49,7 +54,8 @@ class Feed:
     """Batches of this worker's slots, in order, from any step.
 
     Attributes:
-        wait_s: seconds the training loop waited for photos since it was last set to zero.
+        wait_s: seconds the training loop waited for photos since ``restart``.
+        read_ms, photos_read: what photos took of the CPUs that read them since then, and how many.
         ids: record ids int64 [b] of the last batch's own photos.
     """
 
@@ -58,8 +64,14 @@ class Feed:
     ) -> None:
         self.plan, self.workers, self.source, self.ring = plan, workers, source, ring
         self.slots = slots_of(rank, workers, plan.batch)
-        self.wait_s = 0.0
         self.ids = np.empty(0, dtype=np.int64)
+        self.restart()
+
+    def restart(self) -> None:
+        """Count anew."""
+        self.wait_s = self.read_ms = 0.0
+        self.photos_read = 0
+        self.ring.copied_ms()
 
     def batches(self, first_step: int) -> Generator[tuple[int, Batch]]:
         """``(step, batch)`` from ``first_step`` to the end; the photos of the mosaic's window come first."""
@@ -72,6 +84,8 @@ class Feed:
             # The rows themselves say who they are: a stream that slipped by one row must never train.
             assert np.array_equal(images[self.slots], photos.ids), "the stream left the plan"
             self.ring.put(photos.step, staged)
+            self.read_ms += photos.read_ms
+            self.photos_read += len(photos.ids)
             kept |= photos.kept
             kept = {
                 key: value for key, value in kept.items() if key[0] > photos.step - self.plan.window

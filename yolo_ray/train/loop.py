@@ -18,7 +18,6 @@ from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, save_weights
 from yolo_ray.model.loss import head_gains_at
-from yolo_ray.step.clock import StepClock
 from yolo_ray.step.graph import GraphedStep, Step
 from yolo_ray.step.reduce import AllReduce
 from yolo_ray.step.schedule import Schedule
@@ -29,9 +28,10 @@ from yolo_ray.train.checkpoint import (
     save_atomically,
     save_checkpoint,
 )
-from yolo_ray.train.diagnose import EpochSpeed, wait_advice
+from yolo_ray.train.diagnose import Speedometer
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
+from yolo_ray.train.meter import GpuMeter, NoMeter
 from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import Tracker
 
@@ -90,7 +90,7 @@ def fit(run: Run) -> None:
     if loop.is_epoch_due():
         loop.end_epoch(run.progress.step - 1)
         loop.begin_epoch()
-    with closing(run.feed.batches(run.progress.step)) as stream:
+    with closing(loop.speedometer.meter), closing(run.feed.batches(run.progress.step)) as stream:
         for step, batch in () if loop.is_stale() else stream:
             loop.train_one(step, batch)
             if loop.is_epoch_due():
@@ -115,16 +115,17 @@ class _Loop:
         self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
         self.last_logged = run.progress.step
         self.skipped_in_a_row = 0
-        self.is_cost_told = self.is_wait_told = False
-        self.clock = StepClock(run.step.flat.state.device)
+        self.is_cost_told = False
+        device = run.step.flat.state.device
+        self.speedometer = Speedometer(
+            device, run.feed, GpuMeter(device) if device.type == "cuda" and run.rank == 0 else NoMeter(),
+            batch=run.config.batch, data_cpus=run.data_cpus, cache=run.config.data.cache,
+        )  # fmt: skip
         self.begin_epoch()
 
     def begin_epoch(self) -> None:
-        self.epoch_begin = time.perf_counter()
-        self.clock.restart()
-        self.epoch_steps = 0  # those of this process: a resume may begin in the middle
+        self.speedometer.restart()
         self.losses[:] = 0
-        self.run.feed.wait_s = 0.0
 
     def note(self, text: str) -> None:
         self.run.events.write("note", text=text)
@@ -135,13 +136,12 @@ class _Loop:
         if run.rank == 0 and step < NUM_PICTURED_STEPS:
             self._picture(step, batch)
         self._ask_to_stop(step)
-        self.clock.begin()
+        self.speedometer.clock.begin()
         controls = run.schedule.at(step)
         run.step.set_controls(controls, head_gains_at(epoch, run.config.epochs, run.step.num_heads))
         run.step(batch, update=bool(run.schedule.updates[step]))
-        self.clock.end()
+        self.speedometer.clock.end()
         run.progress.step = step + 1
-        self.epoch_steps += 1
         if run.config.data.log_samples:
             self._log_samples(step)
         last = (step + 1) % run.schedule.steps_per_epoch == 0
@@ -161,14 +161,15 @@ class _Loop:
     def _log(self, step: int, lr: float) -> None:
         run, per_epoch = self.run, self.run.schedule.steps_per_epoch
         sums = run.step.read_sums()
-        self.clock.collect()
+        self.speedometer.collect()
         self._tell_cost()
+        self.speedometer.tell_supply(self.note, is_over=(step + 1) % per_epoch == 0)
         steps = step + 1 - self.last_logged
         self.last_logged = step + 1
         trained = steps - sums["skipped"]
         self._refuse_lost_run(step, lr, 0 if trained else steps)
         self.losses += np.array([sums["box"], sums["cls"], sums["dfl"], 1.0]) * trained
-        speed = self._speed()
+        speed = self.speedometer.speed()
         run.progress.elapsed_s = time.perf_counter() - self.begin_time
         done = step + 1 - self.first_step
         remaining = run.schedule.epochs * per_epoch - (step + 1)
@@ -198,25 +199,6 @@ class _Loop:
             self.is_cost_told = True
             self.note(step.cost.sentence(schedule.epochs * schedule.steps_per_epoch))
 
-    def _speed(self) -> EpochSpeed:
-        """Of this epoch until the last log line; the device has nothing more to do then."""
-        return EpochSpeed(
-            steps=self.epoch_steps, batch=self.run.config.batch,
-            wall_ms=1000 * (time.perf_counter() - self.epoch_begin),
-            busy_ms=self.clock.busy_ms, idle_ms=self.clock.idle_ms, host_wait_ms=1000 * self.run.feed.wait_s,
-        )  # fmt: skip
-
-    def _tell_wait(self, epoch: int) -> None:
-        """Once: that a GPU waits for photos. The first epoch of a process starts up and says nothing of the rest."""
-        run = self.run
-        is_first = epoch == self.first_step // run.schedule.steps_per_epoch
-        if self.is_wait_told or is_first or not self.clock.is_gpu:
-            return
-        advice = wait_advice(self._speed(), data_cpus=run.data_cpus, cache=run.config.data.cache)
-        if advice:
-            self.is_wait_told = True
-            run.events.write("warning", text=advice)
-
     def _refuse_lost_run(self, step: int, lr: float, skipped: int) -> None:
         """One bad step is skipped and counted; nothing but bad steps means that the run has diverged."""
         run = self.run
@@ -237,7 +219,7 @@ class _Loop:
 
     def _row(self, step: int) -> dict[str, float]:
         """What training itself adds to results.csv: means over the epoch's steps in this process."""
-        run, speed = self.run, self._speed()
+        run, speed = self.run, self.speedometer.speed()
         row = {"lr": run.schedule.at(step).lr, "skipped_steps": float(run.step.skipped)}
         if speed.steps == 0:  # resumed after the last step of the epoch
             return row
@@ -250,7 +232,10 @@ class _Loop:
         run = self.run
         epoch = step // run.schedule.steps_per_epoch
         row = self._row(step)
-        self._tell_wait(epoch)
+        if (
+            epoch > self.first_step // run.schedule.steps_per_epoch
+        ):  # a process's first epoch starts up
+            self.speedometer.tell_wait(lambda text: run.events.write("warning", text=text))
         if isinstance(run.step, GraphedStep):
             row |= {"graph/captures": run.step.captures, "graph/replays": run.step.replays}
         result = self._evaluate(epoch) if self._evaluates(epoch) else None
@@ -258,7 +243,7 @@ class _Loop:
             row |= result.metrics
             if isinstance(run.step, GraphedStep):
                 row["graph/eval_replays"] = result.replays
-        row["time/epoch_s"] = time.perf_counter() - self.epoch_begin
+        row["time/epoch_s"] = time.perf_counter() - self.speedometer.begin_time
         run.progress.ended = epoch + 1
         run.tracker.row(row, epoch=epoch + 1)
         is_best = result is not None and run.progress.best_epoch == epoch
