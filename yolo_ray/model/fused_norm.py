@@ -20,11 +20,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.autograd import Function
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TILE, WARPS = 2048, 4  # elements of one load, and the warps that do it
 PROGRAMS = 528  # four for each of 132 multiprocessors
 FOLD_ROWS, FOLD_CHANNELS = 128, 8
+CHAINED = True
 Reduce = Callable[[Tensor], object]
+
+
+def chained() -> dict[str, Any]:
+    """Launch options of kernels that begin with ``_after_the_last``: Hopper starts them before the last one ends.
+
+    Source: programmatic dependent launch, CUDA C++ Programming Guide.
+    """
+    if not CHAINED or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return {"CHAINED": False}
+    return {"CHAINED": True, "launch_pdl": True}
 
 
 class NormState:
@@ -52,7 +64,15 @@ class FusedNorm(Function):
         # Sums about the running mean, the number of rows, and that mean, which changes below.
         sums = torch.empty(3 * channels + 1, device=x.device)
         _fold_kernel[(triton.cdiv(channels, FOLD_CHANNELS),)](
-            partial, state.running_mean, sums, rows, channels, grid[0], R=FOLD_ROWS, C=FOLD_CHANNELS
+            partial,
+            state.running_mean,
+            sums,
+            rows,
+            channels,
+            grid[0],
+            R=FOLD_ROWS,
+            C=FOLD_CHANNELS,
+            **chained(),
         )
         if state.reduce is not None:
             state.reduce(sums[: 2 * channels + 1])
@@ -83,7 +103,7 @@ class FusedNorm(Function):
         dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
         _fold_gradients_kernel[(triton.cdiv(channels, FOLD_CHANNELS),)](
             partial, sums, totals, dweight, dbias, channels, grid[0], state.eps,
-            R=FOLD_ROWS, C=FOLD_CHANNELS,
+            R=FOLD_ROWS, C=FOLD_CHANNELS, **chained(),
         )  # fmt: skip
         if state.reduce is not None:
             state.reduce(totals)
@@ -114,7 +134,8 @@ def _plan(rows: int, channels: int) -> tuple[dict[str, Any], tuple[int, int], in
     programs = max(1, min(PROGRAMS // blocks, triton.cdiv(rows, height)))
     per_program = triton.cdiv(triton.cdiv(rows, programs), height) * height
     grid = (triton.cdiv(rows, per_program), blocks)
-    return {"R": height, "C": width, "EVEN": even, "num_warps": WARPS}, grid, per_program
+    options = {"R": height, "C": width, "EVEN": even, "num_warps": WARPS} | chained()
+    return options, grid, per_program
 
 
 def _tiles(rows: int, blocks: int, options: dict[str, Any]) -> tuple[int, int]:
@@ -131,6 +152,14 @@ def rows_of_channels(dy: Tensor) -> tuple[Tensor, int]:
     if is_rows and dy.stride(0) == dy.stride(2) * dy.shape[2]:
         return dy, stride
     return dy.contiguous(memory_format=torch.channels_last), dy.shape[1]
+
+
+@triton.jit
+def _after_the_last(CHAINED: tl.constexpr):
+    """What the last kernel wrote is there from here on; the next one may be made ready."""
+    if CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -154,8 +183,9 @@ def _moments(sums, c, live, channels, eps):
 @triton.jit
 def _statistics_kernel(  # noqa: PLR0913 (a kernel's tensors are plain arguments)
     x, shift, partial, rows, channels, per_program,
-    R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    _after_the_last(CHAINED)
     c, live = _channels(channels, C, EVEN)
     centre = tl.load(shift + c, live, 0.0)[None, :]
     first = tl.zeros((R, C), tl.float32)
@@ -188,8 +218,9 @@ def _folded(partial, c, live, channels, programs, R: tl.constexpr, C: tl.constex
 
 @triton.jit
 def _fold_kernel(  # noqa: PLR0913 (as above)
-    partial, shift, sums, rows, channels, programs, R: tl.constexpr, C: tl.constexpr
+    partial, shift, sums, rows, channels, programs, R: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    _after_the_last(CHAINED)
     c = tl.program_id(0) * C + tl.arange(0, C)
     live = c < channels
     first, second = _folded(partial, c, live, channels, programs, R, C)
@@ -202,8 +233,9 @@ def _fold_kernel(  # noqa: PLR0913 (as above)
 @triton.jit
 def _normalise_kernel(  # noqa: PLR0913 (as above)
     x, y, sums, weight, bias, running_mean, running_var, tracked, rows, channels, eps, momentum,
-    SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    _after_the_last(CHAINED)
     c, live = _channels(channels, C, EVEN)
     mean, variance, inverse, count = _moments(sums, c, live, channels, eps)
     scale = tl.load(weight + c, live, 0.0) * inverse
@@ -242,8 +274,9 @@ def _dz(  # noqa: PLR0913 (as above)
 @triton.jit
 def _gradient_sums_kernel(  # noqa: PLR0913 (as above)
     x, dy, sums, weight, bias, partial, rows, channels, stride, per_program, eps,
-    SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    _after_the_last(CHAINED)
     c, live = _channels(channels, C, EVEN)
     mean, _, inverse, _ = _moments(sums, c, live, channels, eps)
     scale = tl.load(weight + c, live, 0.0) * inverse
@@ -267,8 +300,9 @@ def _gradient_sums_kernel(  # noqa: PLR0913 (as above)
 @triton.jit
 def _fold_gradients_kernel(  # noqa: PLR0913 (as above)
     partial, sums, totals, dweight, dbias, channels, programs, eps,
-    R: tl.constexpr, C: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    _after_the_last(CHAINED)
     c = tl.program_id(0) * C + tl.arange(0, C)
     live = c < channels
     first, second = _folded(partial, c, live, channels, programs, R, C)
@@ -282,8 +316,9 @@ def _fold_gradients_kernel(  # noqa: PLR0913 (as above)
 @triton.jit
 def _gradient_kernel(  # noqa: PLR0913 (as above)
     x, dy, sums, weight, bias, totals, dx, rows, channels, stride, eps,
-    SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr,
+    SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
+    _after_the_last(CHAINED)
     c, live = _channels(channels, C, EVEN)
     mean, _, inverse, count = _moments(sums, c, live, channels, eps)
     scale = tl.load(weight + c, live, 0.0) * inverse
