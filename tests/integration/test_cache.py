@@ -42,7 +42,7 @@ blur = [{"transform": "Blur", "p": 0.5}]
 def digest(cache, cpus):
     total, warnings = hashlib.sha256(), []
     reading = reading_of(PhotosConfig(cache=cache, cache_dir=folder), 64, records)
-    limits = StreamLimits(cpus, 1.0, 2**26)
+    limits = StreamLimits(cpus, 1.0, 2**26, apart=cpus == 4)
     with cached(reading) as (reading, told):
         for photos in train_photos(plan_handle, range(5), range(-7, 6), blur, reading, limits, warnings.append):
             total.update(photos.ids.tobytes() + photos.photos.tobytes())

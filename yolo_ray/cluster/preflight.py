@@ -137,8 +137,9 @@ def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig) -> Placement
     # Two chunks a worker then take a quarter of the store at most; the rest is for what else is in flight.
     chunk_bytes = int(min(max(store / (8 * workers), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
     return Placement(
-        workers, use_gpu, cpus, max(1, int(cpus)), StreamLimits(each, min(1.0, each), chunk_bytes)
-    )
+        workers, use_gpu, cpus, max(1, int(cpus)),
+        StreamLimits(each, min(1.0, each), chunk_bytes, apart=use_gpu),
+    )  # fmt: skip
 
 
 def _uses_gpu(nodes: list[dict[str, float]], cluster: WorkersConfig) -> bool:
