@@ -98,7 +98,7 @@ def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path
     data.write_text("\n".join([f"path: {copy}", *lines]) + "\n")
     given = dict(option.split("=", 1) for option in [*arguments.options, *arguments.theirs])
     options: dict[str, Any] = {"amp": False}
-    options |= {name: _number(value) for name, value in given.items()}
+    options |= {name: number_of(value) for name, value in given.items()}
     options |= {"model": arguments.model, "data": str(data), "seed": seed}
     options |= {"project": str(folder), "name": f"theirs{seed}", "plots": False, "verbose": False}
     command = [sys.executable, "-c", ULTRALYTICS, json.dumps(options)]
@@ -106,7 +106,8 @@ def train_theirs(arguments: argparse.Namespace, seed: int, folder: Path) -> Path
     return folder / f"theirs{seed}" / "weights" / "best.pt"
 
 
-def _number(text: str) -> Any:
+def number_of(text: str) -> Any:
+    """An option's value: JSON if it is, else the text itself."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

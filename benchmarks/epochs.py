@@ -6,7 +6,8 @@
 The training photos are repeated (as files of their own) up to ``--photos``. An epoch lasts from one line of
 results.csv to the next: steps, checkpoint and the start of the next one, without the validation, which is off.
 The first epoch and the last, which is validated, do not count; the median of the rest does. GPU utilisation is the
-mean of what NVML says during those epochs, sampled ten times a second, alike for both.
+mean of what NVML says during those epochs, sampled ten times a second, alike for both. ``--trainers`` may name
+``cached`` too, ours with ``data.cache=memory``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 import torch
 import yaml
-from accuracy import ULTRALYTICS, _number
+from accuracy import ULTRALYTICS, number_of
 
 FIRST, POLL_S = 1, 0.02
 
@@ -97,11 +98,12 @@ def watch(command: list[str], folder: Path, rows: int) -> dict[str, Any]:
             if now >= next_sample and len(times) >= FIRST and (used := utilization()) is not None:
                 samples.append(used)
                 next_sample = now + 0.1
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
     if len(times) < rows:
         raise RuntimeError(f"{command[1:3]} failed:\n{(folder / 'log.txt').read_text()[-3000:]}")
     gaps = [
@@ -124,7 +126,7 @@ def run(
     if trainer == "theirs":
         theirs = dict(option.split("=", 1) for option in arguments.theirs)
         options: dict[str, Any] = {
-            name: _number(value) for name, value in (shared | theirs).items()
+            name: number_of(value) for name, value in (shared | theirs).items()
         }
         options |= {"model": model, "data": str(data), "plots": False, "verbose": False}
         options |= {"project": str(folder), "name": "train"}

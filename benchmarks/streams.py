@@ -64,8 +64,8 @@ def one_core(plan: Plan, cpus: int) -> Steps:
 
 
 def ray_chunks(plan: Plan, cpus: int) -> Steps:
-    """What training does: Ray Data, materialised a chunk ahead."""
-    limits = StreamLimits(float(cpus), 1.0, 2**30)
+    """What training does: Ray Data, materialised a chunk ahead, on a GPU in a process of its own."""
+    limits = StreamLimits(float(cpus), 1.0, 2**30, apart=torch.cuda.is_available())
     slots, steps = range(plan.batch), range(plan.total_steps)
     for item in train_photos(ray.put(plan), slots, steps, True, Reading(plan.imgsz), limits, print):
         yield item.photos

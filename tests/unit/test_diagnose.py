@@ -5,12 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.step.clock import StepClock
 from yolo_ray.train.diagnose import EpochSpeed, Speedometer, supply_sentence, wait_advice
+from yolo_ray.train.feed import Feed
 from yolo_ray.train.meter import GpuMeter, NoMeter
 
 
@@ -77,7 +79,7 @@ def test_how_many_cpus_keep_the_gpu_busy() -> None:
 
 def test_each_sentence_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     feed: Any = SimpleNamespace(
-        ring=PhotoRing(1, 8, 8), wait_s=0.0, read_ms=0.0, photos_read=0, restart=lambda: None
+        ring=PhotoRing(1, 8, 8), wait_s=0.0, photos_per_cpu=0.0, restart=lambda: None
     )
     meter = Speedometer(torch.device("cpu"), feed, NoMeter(), batch=16, data_cpus=2, cache="off")
     told: list[str] = []
@@ -103,3 +105,29 @@ def test_a_meter_adds_up_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not meter.thread.is_alive() and meter.mean() == 0.95
     meter.restart()
     assert meter.mean() is None
+
+
+def test_slow_first_reads_do_not_count() -> None:
+    plan: Any = SimpleNamespace(
+        batch=4, window=1, total_steps=5, at=lambda *_: None, capacity_at=lambda *_: 0,
+        images_at=lambda step: (np.arange(4), None, None),
+    )  # fmt: skip
+    ring: Any = SimpleNamespace(
+        stage=lambda photos: photos,
+        put=lambda *_: None,
+        batch=lambda *_: None,
+        copied_ms=lambda: 0.0,
+    )
+
+    def read(steps: range) -> Any:
+        for step in steps:
+            read_ms = 4000.0 if step < 2 else 8.0
+            yield SimpleNamespace(
+                step=step, ids=np.arange(4), photos=None, kept={}, read_ms=read_ms
+            )
+
+    feed = Feed(plan, rank=0, workers=1, source=read, ring=ring)
+    assert feed.photos_per_cpu == 0
+    assert len(list(feed.batches(0))) == 5 and feed.photos_per_cpu == 500
+    feed.restart()
+    assert feed.photos_per_cpu == 0

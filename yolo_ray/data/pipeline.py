@@ -1,6 +1,6 @@
 """Ray Data as the way photos flow: (step, slot) numbers in, decoded uint8 photos out. The only import of ray.data.
 
-Every worker streams its own slots: datasets of row numbers, one block a step, whose tasks call the pure plan and
+Every worker streams its own slots: datasets of row numbers, in blocks of steps, whose tasks call the pure plan and
 decode on any node of the cluster. Nothing is split by Ray, so no row is ever dropped or moved to another worker, and a
 restart at step k is a dataset that starts at k.
 
@@ -35,9 +35,8 @@ from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
 FIRST_CHUNK_STEPS = 12
-# Ray spends some 15 ms of this process on a block, whatever is in it, and splits one above 128 MiB.
+# Ray spends some 15 ms of the process that runs it on a block, whatever is in it, and splits one above 128 MiB.
 BLOCK_BYTES = 96 * 2**20
-BLOCKS_PER_TASK = 1  # of a chunk, for each task that runs at the same time
 
 Columns = dict[str, np.ndarray]
 Warn = Callable[[str], None]
@@ -51,14 +50,14 @@ class StreamLimits:
     cpus: float  # of all its concurrent tasks together
     task_cpus: float  # of one task
     chunk_bytes: int  # of the object store, by one chunk of photos; two are there at a time
-    # Ray Data's own work is done in a process beside the worker's. Within it, each of its many small calls would wait
-    # for the interpreter lock, which a loop of short steps holds: a chunk took 1.1 s instead of 0.25.
+    # Ray Data's own work is done in a process beside the worker's. Within it a chunk took 1.1 s while a GPU trained,
+    # and 0.25 s while nothing else ran: probably its many small calls wait for the interpreter lock.
     apart: bool = False
 
     def steps_per_block(self, steps: int, step_bytes: int) -> int:
         """Steps of one block of a chunk of ``steps``: many, for their cost, and yet enough blocks for all tasks."""
         tasks = max(1, int(self.cpus / self.task_cpus))
-        return max(1, min(BLOCK_BYTES // step_bytes, steps // (BLOCKS_PER_TASK * tasks)))
+        return max(1, min(BLOCK_BYTES // step_bytes, steps // tasks))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ Source: Batch Normalization (arXiv 1502.03167).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,16 +26,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 TILE, WARPS = 2048, 4  # elements of one load, and the warps that do it
 PROGRAMS = 528  # four for each of 132 multiprocessors
 FOLD_ROWS, FOLD_CHANNELS = 128, 8
-CHAINED = True
 Reduce = Callable[[Tensor], object]
 
 
-def chained() -> dict[str, Any]:
+@lru_cache
+def chained(device: torch.device) -> dict[str, Any]:
     """Launch options of kernels that begin with ``_after_the_last``: Hopper starts them before the last one ends.
 
     Source: programmatic dependent launch, CUDA C++ Programming Guide.
     """
-    if not CHAINED or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return {"CHAINED": False}
     return {"CHAINED": True, "launch_pdl": True}
 
@@ -56,7 +57,7 @@ class FusedNorm(Function):
         """Normalise by this batch's statistics (of all workers), then SiLU if asked for."""
         x = x.contiguous(memory_format=torch.channels_last)
         channels, rows = x.shape[1], x.numel() // x.shape[1]
-        options, grid, per_program = _plan(rows, channels)
+        options, grid, per_program = _plan(rows, channels, x.device)
         partial = torch.empty((grid[0], 2, channels), device=x.device)
         _statistics_kernel[grid](
             x, state.running_mean, partial, rows, channels, per_program, **options
@@ -64,16 +65,9 @@ class FusedNorm(Function):
         # Sums about the running mean, the number of rows, and that mean, which changes below.
         sums = torch.empty(3 * channels + 1, device=x.device)
         _fold_kernel[(triton.cdiv(channels, FOLD_CHANNELS),)](
-            partial,
-            state.running_mean,
-            sums,
-            rows,
-            channels,
-            grid[0],
-            R=FOLD_ROWS,
-            C=FOLD_CHANNELS,
-            **chained(),
-        )
+            partial, state.running_mean, sums, rows, channels, grid[0],
+            R=FOLD_ROWS, C=FOLD_CHANNELS, **chained(x.device),
+        )  # fmt: skip
         if state.reduce is not None:
             state.reduce(sums[: 2 * channels + 1])
         y = torch.empty_like(x)
@@ -92,7 +86,7 @@ class FusedNorm(Function):
         state: NormState = ctx.state
         dy, stride = rows_of_channels(gradients[0])
         channels, rows = x.shape[1], x.numel() // x.shape[1]
-        options, grid, per_program = _plan(rows, channels)
+        options, grid, per_program = _plan(rows, channels, x.device)
         partial = torch.empty((grid[0], 2, channels), device=x.device)
         common = (sums, weight, bias)
         _gradient_sums_kernel[grid](
@@ -103,7 +97,7 @@ class FusedNorm(Function):
         dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
         _fold_gradients_kernel[(triton.cdiv(channels, FOLD_CHANNELS),)](
             partial, sums, totals, dweight, dbias, channels, grid[0], state.eps,
-            R=FOLD_ROWS, C=FOLD_CHANNELS, **chained(),
+            R=FOLD_ROWS, C=FOLD_CHANNELS, **chained(x.device),
         )  # fmt: skip
         if state.reduce is not None:
             state.reduce(totals)
@@ -124,7 +118,9 @@ class FusedNorm(Function):
         return dx, dweight, dbias, None
 
 
-def _plan(rows: int, channels: int) -> tuple[dict[str, Any], tuple[int, int], int]:
+def _plan(
+    rows: int, channels: int, device: torch.device
+) -> tuple[dict[str, Any], tuple[int, int], int]:
     """Tile shape, grid of the reductions and the rows of each of their programs."""
     width = channels & -channels  # the largest power of two that divides the channels
     even = width >= 8
@@ -134,7 +130,7 @@ def _plan(rows: int, channels: int) -> tuple[dict[str, Any], tuple[int, int], in
     programs = max(1, min(PROGRAMS // blocks, triton.cdiv(rows, height)))
     per_program = triton.cdiv(triton.cdiv(rows, programs), height) * height
     grid = (triton.cdiv(rows, per_program), blocks)
-    options = {"R": height, "C": width, "EVEN": even, "num_warps": WARPS} | chained()
+    options = {"R": height, "C": width, "EVEN": even, "num_warps": WARPS} | chained(device)
     return options, grid, per_program
 
 

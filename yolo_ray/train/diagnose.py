@@ -15,7 +15,7 @@ from yolo_ray.train.meter import Meter
 
 TOLERATED_WAIT = 0.05  # of an epoch
 CALIBRATION_S = 10  # of the first epoch, until reading and training can be compared
-CALIBRATION_STEPS = 20
+CALIBRATION_STEPS = 60  # the first of them are read by processes that have just begun
 
 
 @dataclass(frozen=True)
@@ -157,15 +157,16 @@ class Speedometer:
             wall_ms=1000 * (time.perf_counter() - self.begin_time),
             busy_ms=clock.busy_ms, idle_ms=clock.idle_ms, step_ms=clock.step_ms,
             host_wait_ms=1000 * feed.wait_s, copy_ms=self.copy_ms,
-            photos_per_cpu=1000 * feed.photos_read / feed.read_ms if feed.read_ms else 0.0,
-            utilization=self.meter.mean(),
+            photos_per_cpu=feed.photos_per_cpu, utilization=self.meter.mean(),
         )  # fmt: skip
 
     def tell_supply(self, tell: Callable[[str], None], *, is_over: bool) -> None:
         """Once, after the first seconds or the first epoch: how many CPUs keep the GPU busy."""
+        if self.is_supply_told or not self.clock.is_gpu:
+            return
         speed = self.speed()
         is_early = speed.wall_ms < 1000 * CALIBRATION_S or speed.steps < CALIBRATION_STEPS
-        if self.is_supply_told or not self.clock.is_gpu or (is_early and not is_over):
+        if is_early and not is_over:
             return
         self.is_supply_told = True
         if sentence := supply_sentence(speed, data_cpus=self.data_cpus):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from yolo_ray.data.batch import Batch, KeptBoxes, PhotoRing
 from yolo_ray.data.plan import Plan, slots_of
 
 QUEUE_STEPS = 4
+RECENT_STEPS = 200
 
 
 class StepPhotosLike(Protocol):
@@ -55,7 +58,6 @@ class Feed:
 
     Attributes:
         wait_s: seconds the training loop waited for photos since ``restart``.
-        read_ms, photos_read: what photos took of the CPUs that read them since then, and how many.
         ids: record ids int64 [b] of the last batch's own photos.
     """
 
@@ -69,9 +71,17 @@ class Feed:
 
     def restart(self) -> None:
         """Count anew."""
-        self.wait_s = self.read_ms = 0.0
-        self.photos_read = 0
+        self.wait_s = 0.0
+        self._photo_ms: deque[float] = deque(maxlen=RECENT_STEPS)
         self.ring.copied_ms()
+
+    @property
+    def photos_per_cpu(self) -> float:
+        """Photos that one CPU reads a second: the median of the latest steps, 0 before the first.
+
+        The first reads of a fresh process are slow, and do not move it.
+        """
+        return 1000 / statistics.median(self._photo_ms) if self._photo_ms else 0.0
 
     def batches(self, first_step: int) -> Generator[tuple[int, Batch]]:
         """``(step, batch)`` from ``first_step`` to the end; the photos of the mosaic's window come first."""
@@ -84,8 +94,7 @@ class Feed:
             # The rows themselves say who they are: a stream that slipped by one row must never train.
             assert np.array_equal(images[self.slots], photos.ids), "the stream left the plan"
             self.ring.put(photos.step, staged)
-            self.read_ms += photos.read_ms
-            self.photos_read += len(photos.ids)
+            self._photo_ms.append(photos.read_ms / len(photos.ids))
             kept |= photos.kept
             kept = {
                 key: value for key, value in kept.items() if key[0] > photos.step - self.plan.window

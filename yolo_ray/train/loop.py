@@ -232,9 +232,8 @@ class _Loop:
         run = self.run
         epoch = step // run.schedule.steps_per_epoch
         row = self._row(step)
-        if (
-            epoch > self.first_step // run.schedule.steps_per_epoch
-        ):  # a process's first epoch starts up
+        # The first epoch of a process starts up and says nothing of the rest.
+        if epoch > self.first_step // run.schedule.steps_per_epoch:
             self.speedometer.tell_wait(lambda text: run.events.write("warning", text=text))
         if isinstance(run.step, GraphedStep):
             row |= {"graph/captures": run.step.captures, "graph/replays": run.step.replays}

@@ -71,7 +71,6 @@ class GpuMeter:
         while not self.stopped.wait(PERIOD_S):
             try:
                 self.samples.append(torch.cuda.utilization(self.device))
-            except (
-                Exception
-            ):  # NVML's errors have no class in common, and a number less stops no training
+            # NVML's errors have no class in common with those of torch, and a number less stops no training.
+            except Exception:
                 return
