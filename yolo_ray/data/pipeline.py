@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 import ray.data
+from ray.data._internal.execution.resource_manager import ResourceManager
 from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -37,6 +38,10 @@ from yolo_ray.errors import UserError
 FIRST_CHUNK_STEPS = 12
 # Ray spends some 15 ms of the process that runs it on a block, whatever is in it, and splits one above 128 MiB.
 BLOCK_BYTES = 96 * 2**20
+
+# An execution of Ray Data 2.60 begins without knowing any CPU, runs one task at a time, and looks again after a second:
+# longer than the other CPUs need for a whole chunk. What it looks at is a value in its own process.
+ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = 0.02
 
 Columns = dict[str, np.ndarray]
 Warn = Callable[[str], None]
