@@ -38,6 +38,7 @@ def make_run(start: int, stop: int) -> Judged:
         lengths=lengths,
         boxes=corners.reshape(-1, 4),
         classes=generator.integers(0, 80, len(corners), dtype=np.int32),
+        tails=generator.integers(0, 2**32, count, dtype=np.uint32),
         labelled=count,
     )
 
