@@ -43,9 +43,10 @@ class BadRecord:
 class Judged:
     """What a run of photos came to: N usable ones with M boxes, and the others.
 
-    paths [N]; sizes int32 [N,2] (height, width) px; num_bytes and lengths int64 [N]: of the file, and boxes; tails
-    uint32 [N]: ``tail_sum`` of the file; boxes float32 [M,4] xyxy fractions; classes int32 [M]; labelled: how many have a label file; duplicates, clipped: boxes;
-    bad: photos to leave out; mistakes: sentences, each of which stops everything.
+    paths [N]; sizes int32 [N,2] (height, width) px; num_bytes and lengths int64 [N]: of the file, and boxes;
+    tails uint32 [N]: ``tail_sum`` of the file; boxes float32 [M,4] xyxy fractions; classes int32 [M]; labelled: how
+    many have a label file; duplicates, clipped: boxes; bad: photos to leave out; mistakes: sentences, each of which
+    stops everything.
     """
 
     paths: Texts

@@ -35,7 +35,7 @@ def _of_one_path(train: Records, val: Records) -> dict[int, str]:
     """Photos of both splits by path: row of val, and the path."""
     theirs, ours = (_texts(records).hashes() for records in (train, val))
     there = np.flatnonzero(np.isin(theirs, ours))
-    known = {str(train.paths[row]) for row in there}
+    known = {str(train.paths[row]) for row in there.tolist()}
     here = np.flatnonzero(np.isin(ours, theirs[there]))
     return {row: path for row in here.tolist() if (path := str(val.paths[row])) in known}
 

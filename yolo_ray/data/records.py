@@ -34,8 +34,9 @@ class Records:
     boxes [M,4] float32 xyxy fractions inside [0,1]; classes [M] int32; names by class id; digest:
     sha256 of all that (paths relative) and the file sizes; bad: photos left out; counts: what was
     noticed, namely duplicates and clipped (boxes); num_bytes [N] int64:
-    the file sizes; tails uint32 [N]: ``judging.tail_sum`` of the files, empty where nobody looked; access: the environment that remote photos are read with, empty for local ones.
-    It may hold secrets and is never shown.
+    the file sizes; access: the environment that remote photos are read with, empty for local ones.
+    It may hold secrets and is never shown. tails uint32 [N]: ``judging.tail_sum`` of the files; empty
+    where nobody looked, as in a pack.
     """
 
     paths: Sequence[str]
