@@ -16,7 +16,7 @@ import numpy as np
 from yolo_ray.augment.images import PhotoError, photo_size, size_in
 from yolo_ray.config.address import is_remote
 from yolo_ray.data.formats import PHOTO_SUFFIXES, LabelError, Labels, label_path, load_labels
-from yolo_ray.data.storage import StorageError, is_plain, read_bytes
+from yolo_ray.data.storage import StorageError, is_plain, read_bytes, use_access
 from yolo_ray.data.texts import Texts
 from yolo_ray.errors import UserError
 
@@ -93,6 +93,20 @@ def judge_photos(photos: Sequence[str], num_classes: int) -> Judged:
         bad=tuple(one.bad for one in judged if one.bad is not None),
         mistakes=tuple(one.mistake for one in judged if one.mistake is not None),
     )
+
+
+def judge_apart(
+    photos: Sequence[str], num_classes: int, access: dict[str, str]
+) -> Judged | UserError:
+    """``judge_photos`` for a process on any node; a UserError comes back as a result.
+
+    Ray keeps only the text of what a task raises. ``access``: of ``storage.access_of`` on the driver.
+    """
+    use_access(access)
+    try:
+        return judge_photos(photos, num_classes)
+    except UserError as mistake:
+        return mistake
 
 
 def _each_judged(photos: Sequence[str], judge: Callable[[str], _Photo]) -> list[_Photo]:

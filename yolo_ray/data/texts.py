@@ -64,7 +64,7 @@ class Texts(Sequence[str]):
 
     def hold(self, part: str) -> bool:
         """False where ``part`` is in none of them."""
-        return re.search(re.escape(os.fsencode(part)), memoryview(self._bytes)) is not None
+        return re.search(re.escape(os.fsencode(part)), self._bytes.data) is not None
 
     def hashes(self) -> np.ndarray:
         """uint64 [N], the same for equal texts; different ones hardly ever agree."""
