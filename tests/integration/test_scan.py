@@ -31,11 +31,10 @@ ACCESS = json.dumps({"client_kwargs": {"headers": {"X-Key": WEB_KEY}}})
 
 # In a process of its own, as a user's driver is: runs of two photos, by tasks or here.
 SCAN = """
-import hashlib, io, json, os, sys, threading, time
+import hashlib, io, json, os, signal, sys, threading, time
 from contextlib import nullcontext, redirect_stderr, suppress
 import psutil
 from yolo_ray.cluster import scan
-from yolo_ray.cluster.preflight import connect
 from yolo_ray.config.schema import WorkersConfig
 from yolo_ray.data import records
 from yolo_ray.entry import run
@@ -59,7 +58,7 @@ def load(data, judge):
 def by_tasks(cpus, under_way):
     return lambda runs, classes: scan.judge_by_tasks(runs, classes, cpus=cpus, under_way=under_way)
 
-def refused(data, fewest):
+def ended(data, fewest):
     scan.FEWEST_RUNS = fewest
     judge, said = scan.judge_on(WorkersConfig(), counted), io.StringIO()
 
@@ -71,34 +70,48 @@ def refused(data, fewest):
         code = run(pipeline, [])
     return [code, said.getvalue()]
 
+def judging():
+    for process in psutil.Process(int(head)).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "ray::judge_apart" in " ".join(process.cmdline()):
+                return process
+
+def once_stuck(act):
+    # Who reads this label waits, until somebody ends it.
+    os.rename(stuck, stuck + ".txt")
+    os.mkfifo(stuck)
+
+    def watch():
+        end = time.monotonic() + 60
+        while (process := judging()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        act(process)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
 answers = {"here": load(whole, None)}
-connect(None)
+watch = once_stuck(lambda process: os.kill(os.getpid(), signal.SIGTERM))
+answers["stopped"] = ended(whole, 0)
+watch.join()
+os.replace(stuck + ".txt", stuck)
+counts.clear()
 answers["there"] = [load(whole, by_tasks(*case)) for case in ((1, 1), (0.5, 3), (1, 100))]
 scan.FEWEST_RUNS = 0
 answers["there"].append(load(whole, scan.judge_on(WorkersConfig(), counted)))
 answers["counts"] = counts
-answers["refused"] = [[refused(data, fewest) for fewest in (10**9, 0)] for data in damaged]
+answers["refused"] = [[ended(data, fewest) for fewest in (10**9, 0)] for data in damaged]
 os.environ["FSSPEC_HTTP"] = access
 answers["locked"] = [load(locked, judge) for judge in (None, by_tasks(1, 2))]
 
-def kill():
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        for process in psutil.Process(int(head)).children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                if "ray::judge_apart" in " ".join(process.cmdline()):
-                    os.replace(stuck + ".txt", stuck)
-                    process.kill()
-                    answers["killed"] = process.pid
-                    return
-        time.sleep(0.05)
+def kill(process):
+    os.replace(stuck + ".txt", stuck)
+    process.kill()
 
-os.rename(stuck, stuck + ".txt")
-os.mkfifo(stuck)  # who reads this label waits, until somebody kills it
-killer = threading.Thread(target=kill)
-killer.start()
+watch = once_stuck(kill)
 answers["after"] = load(whole, by_tasks(1, 1))
-killer.join()
+watch.join()
 print(json.dumps(answers))
 """
 
@@ -146,11 +159,12 @@ def test_tasks_judge_as_the_driver_does(head: Head, tmp_path: Path) -> None:
     answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert len(answers["here"][2]) == 8 and answers["there"] == [answers["here"]] * 4
     assert answers["counts"][0] == [9, 9]
+    assert answers["stopped"][0] == 75 and "Traceback" not in answers["stopped"][1]
     for here, there in answers["refused"]:
         assert here == there and here[0] == 2 and here[1].startswith("error: "), here
     assert "1 more label files like it" in answers["refused"][1][1][1]
     assert f"{address}/whole/" in answers["refused"][-1][0][1], "and without the key"
     assert answers["locked"][0] == answers["locked"][1] and len(answers["locked"][0][2]) == 8
-    assert answers["killed"] and answers["after"] == answers["here"]
+    assert answers["after"] == answers["here"]
     assert [path for path in logs_of(head) if WEB_KEY.encode() in path.read_bytes()] == []
     assert os.path.exists(labels(whole)[0]) and WEB_KEY not in done.stderr

@@ -34,10 +34,20 @@ def shared_photos(train: Records, val: Records) -> list[tuple[str, str]]:
 def _of_one_path(train: Records, val: Records) -> dict[int, str]:
     """Photos of both splits by path: row of val, and the path."""
     theirs, ours = (_texts(records).hashes() for records in (train, val))
-    there = np.flatnonzero(np.isin(theirs, ours))
-    known = {str(train.paths[row]) for row in there.tolist()}
-    here = np.flatnonzero(np.isin(ours, theirs[there]))
-    return {row: path for row in here.tolist() if (path := str(val.paths[row])) in known}
+    there, here = (np.flatnonzero(alike).tolist() for alike in _alike(theirs, ours))
+    known = {str(train.paths[row]) for row in there}
+    return {row: path for row in here if (path := str(val.paths[row])) in known}
+
+
+def _alike(theirs: np.ndarray, ours: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of theirs are among ours, and which of ours among theirs. Only ours, the fewer ones, are sorted."""
+    known, places = np.unique(ours, return_inverse=True)
+    at = np.searchsorted(known, theirs)
+    at[at == len(known)] = 0
+    alike = known[at] == theirs if len(known) else np.zeros(len(theirs), bool)
+    met = np.zeros(len(known), bool)
+    met[at[alike]] = True
+    return alike, met[places]
 
 
 def _texts(records: Records) -> Texts:
@@ -47,16 +57,20 @@ def _texts(records: Records) -> Texts:
 def _of_one_content(train: Records, val: Records, here: np.ndarray) -> dict[int, str]:
     """The first training photo with the content of each of these rows of val that has one."""
     there = np.arange(len(train))
-    for key in (_shapes, _tails):
-        theirs, ours = key(train, there), key(val, here)
-        alike = np.isin(theirs, ours)
-        there, here = there[alike], here[np.isin(ours, theirs[alike])]
+    known = _knows_tails(train) and _knows_tails(val)
+    for key in (_tails,) if known else (_shapes, _tails):
+        theirs, ours = _alike(key(train, there), key(val, here))
+        there, here = there[theirs], here[ours]
         if not len(here):
             return {}
     first: dict[bytes, str] = {}
     for row, content in _read(train, there, _digest):
         first.setdefault(content, str(train.paths[row]))
     return {row: first[content] for row, content in _read(val, here, _digest) if content in first}
+
+
+def _knows_tails(records: Records) -> bool:
+    return len(records.tails) == len(records)
 
 
 def _shapes(records: Records, rows: np.ndarray) -> np.ndarray:
@@ -68,7 +82,7 @@ def _shapes(records: Records, rows: np.ndarray) -> np.ndarray:
 
 def _tails(records: Records, rows: np.ndarray) -> np.ndarray:
     """The same with the last bytes of the files, which are read where judging did not (in a pack)."""
-    if len(records.tails) == len(records):
+    if _knows_tails(records):
         tails = records.tails[rows].astype(np.uint64)
     else:
         tails = np.zeros(len(rows), np.uint64)  # also of one that cannot be read, which is no twin

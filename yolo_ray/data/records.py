@@ -226,7 +226,8 @@ def _digest(
     for some in lines:
         total.update(some)
     for name in ("sizes", "offsets", "boxes", "classes"):
-        little = arrays[name].astype(arrays[name].dtype.newbyteorder("<"))
-        total.update(f"{name}{little.shape}\0".encode() + little.tobytes())
+        little = np.ascontiguousarray(arrays[name], arrays[name].dtype.newbyteorder("<"))
+        total.update(f"{name}{little.shape}\0".encode())
+        total.update(little.data)
     total.update("\0".join(names).encode())
     return total.hexdigest()
