@@ -15,7 +15,7 @@ from yolo_ray.data.records import Judge, judge_here
 from yolo_ray.data.storage import access_of
 from yolo_ray.errors import UserError
 
-FEWEST_RUNS = 4  # below that photos are judged here before the tasks have started
+FEWEST_RUNS = 8  # below that they are judged here before two cores of tasks, which take 3 s to start, are faster
 AHEAD = 2  # runs under way for each that can run: the next is there when one ends
 # Shows how far something is: what and of how many -> a context in which it is told of each so many
 Counted = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
