@@ -14,11 +14,12 @@ from yolo_ray.cluster.judge import evaluate
 from yolo_ray.config.load import load
 from yolo_ray.config.schema import EvaluateConfig
 from yolo_ray.entry import run
+from yolo_ray.track.counting import counted
 
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Parse, evaluate, return what is printed."""
-    return evaluate(load(argv, EvaluateConfig))
+    return evaluate(load(argv, EvaluateConfig), counted)
 
 
 if __name__ == "__main__":

@@ -92,10 +92,25 @@ class _Quiet(SimpleHTTPRequestHandler):
         """Nothing."""
 
 
+class _Locked(_Quiet):
+    """403 for who does not send the key."""
+
+    key = "test-header-key-3K-do-not-print"
+
+    def do_GET(self) -> None:
+        if self.headers.get("X-Key") == self.key:
+            super().do_GET()
+        else:
+            self.send_error(403)
+
+
+WEB_KEY = _Locked.key
+
+
 @contextmanager
-def web_server(folder: Path) -> Iterator[str]:
-    """``http.server`` over a folder; its address."""
-    with _served(partial(_Quiet, directory=str(folder))) as server:
+def web_server(folder: Path, *, locked: bool = False) -> Iterator[str]:
+    """``http.server`` over a folder, ``locked`` for all who do not send WEB_KEY as X-Key; its address."""
+    with _served(partial(_Locked if locked else _Quiet, directory=str(folder))) as server:
         yield f"http://127.0.0.1:{server.server_address[1]}"
 
 

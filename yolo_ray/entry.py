@@ -61,7 +61,7 @@ def run(
 
 @contextmanager
 def _sigterm_stops() -> Iterator[None]:
-    """SIGTERM raises StopRequested, until Ray puts its own handler there."""
+    """SIGTERM raises StopRequested, until Ray is joined: ``cluster.preflight.connect`` puts another handler there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -43,7 +45,7 @@ def test_nothing_is_shared_and_nothing_is_opened(
             file.write(bytes(1000 + number))
     train, val = splits(data)
     assert not set(train.num_bytes.tolist()) & set(val.num_bytes.tolist())
-    monkeypatch.setattr(leaks, "_tail", lambda path: pytest.fail("the lengths say it"))
+    monkeypatch.setattr(leaks, "_read", lambda *_: pytest.fail("the lengths say it"))
     assert shared_photos(train, val) == [] and leak_sentence(train, val) == ""
 
 
@@ -67,10 +69,37 @@ def test_one_folder_for_both_splits_opens_no_file(
 ) -> None:
     data = tiny_dataset(train=4, val=2)
     data.write_text(data.read_text().replace("images/val", "images/train"))
-    monkeypatch.setattr(leaks, "_tail", lambda path: pytest.fail("the paths say it"))
+    monkeypatch.setattr(leaks, "_read", lambda *_: pytest.fail("the paths say it"))
     train, val = splits(data)
     assert shared_photos(train, val) == [(path, path) for path in map(str, train.paths)]
     assert "4 of the 4" in leak_sentence(train, val)
+
+
+def test_the_answers_are_those_of_comparing_every_pair(tiny_dataset: Maker) -> None:
+    """Photos listed twice, copies of copies, a copy beside the photo itself; with the tails of judging and without."""
+    data = tiny_dataset(train=8, val=6)
+    for number in range(3):
+        put(data, number, shutil.copyfile)
+    shutil.copyfile(photo(data, "train", 3), photo(data, "train", 7))
+    own = photo(data, "train", 0)
+    data.write_text(
+        data.read_text()
+        .replace("train: images/train", "train: [images/train, images/train]")
+        .replace("val: images/val", f"val: [images/val, {own}, {own}, {photo(data, 'train', 7)}]")
+    )
+    train, val = splits(data)
+    content = [Path(path).read_bytes() for path in train.paths]
+    expected = []
+    for path in val.paths:
+        if path in list(train.paths):
+            expected.append((path, path))
+        elif (own_content := Path(path).read_bytes()) in content:
+            expected.append((path, train.paths[content.index(own_content)]))
+    assert len(expected) == 6
+    assert shared_photos(train, val) == expected
+    unread = replace(train, tails=np.zeros(0, np.uint32))  # as of a pack
+    assert shared_photos(unread, val) == expected
+    assert shared_photos(unread, replace(val, tails=unread.tails)) == expected
 
 
 def test_files_alike_in_length_size_and_end_but_not_in_content(tiny_dataset: Maker) -> None:
@@ -83,7 +112,7 @@ def test_files_alike_in_length_size_and_end_but_not_in_content(tiny_dataset: Mak
         path.unlink()
     train, val = splits(data)
     assert train.num_bytes[0] == val.num_bytes[0]
-    assert leaks._tail(str(train.paths[0])) == leaks._tail(str(val.paths[0]))
+    assert train.tails[0] == val.tails[0] != train.tails[1]
     assert shared_photos(train, val) == []
     shutil.copyfile(str(train.paths[0]), str(val.paths[0]))
     assert len(shared_photos(train, val)) == 1

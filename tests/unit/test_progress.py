@@ -8,11 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 from rich.console import Console
 
+from yolo_ray.track import counting
 from yolo_ray.track.progress import Event, Progress, duration, follow, header_text, live_line
 from yolo_ray.train.events import EventLog, NullEventLog
 
@@ -203,3 +206,38 @@ def test_durations() -> None:
     assert [duration(s) for s in (None, 0, 59.6, 3600, float("nan"))] == [
         "-", "00:00", "01:00", "1:00:00", "-",
     ]  # fmt: skip
+
+
+# --- what is counted before a run
+
+
+def counting_of(
+    screen: Console, steps: list[tuple[float, int]], monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
+    """The lines after photos done at these seconds."""
+    now = 100.0
+    monkeypatch.setattr(counting, "time", SimpleNamespace(monotonic=lambda: now))
+    with counting.counted("reading labels", 1_000_000, screen) as done:
+        for seconds, number in steps:
+            now = 100.0 + seconds
+            done(number)
+    return [line.strip() for line in output(screen).splitlines()]
+
+
+def test_counting_prints_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [(float(second), 4096) for second in range(1, 25)]
+    assert counting_of(console(terminal=False), steps, monkeypatch) == [
+        "reading labels: 40 960 of 1 000 000 photos, 4 096/s, ETA 03:54",
+        "reading labels: 81 920 of 1 000 000 photos, 4 096/s, ETA 03:44",
+    ]
+    assert counting_of(console(terminal=False), steps[:9], monkeypatch) == [], "small sets: silent"
+
+
+def test_counting_on_a_terminal_is_one_line_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counting_of(console(terminal=True), [(0.5, 4096), (1.9, 4096)], monkeypatch) == []
+    screen = console(terminal=True, width=40)
+    steps = [(2.0, 4096), (2.1, 4096), (2.3, 4096)]
+    text = "".join(counting_of(screen, steps, monkeypatch))
+    assert "reading labels: 4 096 of 1 000 000 phot" in text and "labels: 12 288 of" in text
+    assert "labels: 8 192 of" not in text, "not more often than every 0.2 s"
+    assert text.endswith("\x1b[1A\x1b[2K"), "and wiped out"

@@ -13,6 +13,7 @@ import pytest
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data import plan as plan_module
 from yolo_ray.data import records as records_module
+from yolo_ray.data import texts as texts_module
 from yolo_ray.data.judging import Judged, judge_photos
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.records import load_records
@@ -38,9 +39,23 @@ def test_texts_are_a_sequence_of_strings() -> None:
     assert pickle.loads(pickle.dumps(texts)) == texts
     parts = [Texts(names[:2]), Texts(), Texts(names[2:])]
     assert Texts.joined(parts) == texts and list(Texts.joined([])) == []
+    for start, stop in ((0, 5), (1, 3), (2, 2), (4, 9)):
+        assert texts.encoded(start, stop) == [os.fsencode(name) for name in names[start:stop]]
+    assert texts.hold("é.p") and not texts.hold("x") and not Texts().hold("x")
     for place in (5, -6):
         with pytest.raises(IndexError):
             texts[place]
+
+
+def test_hashes_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["", "a", "a\0", "ab", "12345678", "123456789", "x" * 41, "x" * 42, "ü/é.png"]
+    hashes = Texts(names).hashes()
+    assert hashes.dtype == np.uint64 and len(set(hashes.tolist())) == len(names)
+    monkeypatch.setattr(texts_module, "AT_ONCE", 2)
+    assert np.array_equal(Texts(names[::-1]).hashes(), hashes[::-1])
+    assert len(Texts().hashes()) == 0
+    numbers = Texts(f"/data/{number}.jpg" for number in range(100_000))
+    assert len(np.unique(numbers.hashes())) == len(numbers)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 64, 65, 1000, 4097])
@@ -86,6 +101,30 @@ def test_a_large_plan_shows_every_photo_once_an_epoch(
     )
 
 
+@pytest.mark.parametrize("root", ["/data", "/data/", "/", "/data/.hidden", "s3://bucket/data"])
+def test_the_digest_names_photos_as_before(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records_module, "RUN", 2)
+    below = [
+        "a.jpg",
+        "b/c.jpg",
+        "d.jpg",
+        ".e/f.jpg",
+        "g//h.jpg",
+        "i.jpg",
+        "..j.jpg",
+        "k.jpg",
+        "ü.jpg",
+    ]
+    paths = [f"{root.rstrip('/')}/{name}" for name in below] + ["/other/a.jpg", "/data.jpg"]
+    numbers = np.arange(len(paths))
+    one_by_one = [
+        os.fsencode(f"{records_module.relative_name(path, root)}\0{number}\0")
+        for path, number in zip(paths, numbers, strict=True)
+    ]
+    lines = records_module._relative_lines(Texts(paths), numbers, root)
+    assert b"".join(lines) == b"".join(one_by_one)
+
+
 def test_runs_judged_anywhere_make_the_same_records(
     tiny_dataset: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,5 +143,5 @@ def test_runs_judged_anywhere_make_the_same_records(
     parts = load_records(data, "train", max_bad=0.2, judge=judge)
     assert lengths == [2, 2, 2, 2, 1] and len(parts) == 8 and parts.bad == whole.bad
     assert parts.digest == whole.digest and parts.paths == whole.paths
-    for name in ("sizes", "offsets", "boxes", "classes", "num_bytes"):
+    for name in ("sizes", "offsets", "boxes", "classes", "num_bytes", "tails"):
         assert np.array_equal(getattr(parts, name), getattr(whole, name))

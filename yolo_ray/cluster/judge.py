@@ -13,6 +13,7 @@ import ray
 from yolo_ray.cluster.caching import cached, reading_of
 from yolo_ray.cluster.launch import check_device, data_path, run_workers
 from yolo_ray.cluster.preflight import connect, place
+from yolo_ray.cluster.scan import Counted, judge_on
 from yolo_ray.cluster.worker import EvaluateJob, evaluate_worker
 from yolo_ray.config.schema import EvaluateConfig
 from yolo_ray.data.records import load_records
@@ -20,8 +21,8 @@ from yolo_ray.errors import UserError
 from yolo_ray.model.build import load_detector
 
 
-def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """The metrics of ``config.weights`` on the data's validation photos.
+def evaluate(config: EvaluateConfig, counted: Counted) -> dict[str, Any]:
+    """The metrics of ``config.weights`` on the data's validation photos; ``counted`` shows how far their check is.
 
     Raises:
         UserError: no such weights, other classes than the data's, or anything else wrong with the input.
@@ -38,7 +39,8 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             f"imgsz={config.imgsz} is not a multiple of the model's stride {stride}: "
             f"use imgsz={-(-config.imgsz // stride) * stride}"
         )
-    val = load_records(data_path(config), "val", max_bad=config.data.max_bad)
+    judge = judge_on(config.cluster, counted)
+    val = load_records(data_path(config), "val", max_bad=config.data.max_bad, judge=judge)
     if tuple(detector.names) != val.names:
         raise UserError(
             f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "

@@ -33,6 +33,7 @@ from yolo_ray.cluster.folder import (
 )
 from yolo_ray.cluster.preflight import WORKER_ENV, Placement, connect, place
 from yolo_ray.cluster.probe import resolve_batch
+from yolo_ray.cluster.scan import judge_on
 from yolo_ray.cluster.sentences import (
     data_sentence,
     leak_sentence,
@@ -44,7 +45,7 @@ from yolo_ray.config.load import RUN_CONFIG, dump
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.reading import Reading
-from yolo_ray.data.records import Records, load_records
+from yolo_ray.data.records import Judge, Records, load_records
 from yolo_ray.data.sides import sides_of
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import Detector, build_detector
@@ -61,6 +62,10 @@ STOP_GRACE_S = 120.0
 
 class Observer(Protocol):
     """What the pipelines plug in from track/: the tracking run and the progress display."""
+
+    def counted(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show how far something long is; the context is told of each so many photos."""
+        ...
 
     def start(
         self, config: TrainConfig, folder: Path, names: tuple[str, ...], tags: dict[str, str]
@@ -85,7 +90,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         StopRequested: Ctrl-C or SIGTERM; the last checkpoint is intact.
     """
     config = absolute_paths(config)
-    train_records, val_records = _load_data(config)
+    train_records, val_records = _load_data(config, judge_on(config.cluster, observer.counted))
     reading = reading_of(config.data, config.imgsz, train_records, val_records)
     config = resolve_batch(config, train_records)
     source = find_model(config)
@@ -178,10 +183,10 @@ def data_path(config: TrainConfig | EvaluateConfig) -> str:
     return config.data.path
 
 
-def _load_data(config: TrainConfig) -> tuple[Records, Records]:
+def _load_data(config: TrainConfig, judge: Judge) -> tuple[Records, Records]:
     path = data_path(config)
-    train_records = load_records(path, "train", max_bad=config.data.max_bad)
-    val_records = load_records(path, "val", max_bad=config.data.max_bad)
+    train_records = load_records(path, "train", max_bad=config.data.max_bad, judge=judge)
+    val_records = load_records(path, "val", max_bad=config.data.max_bad, judge=judge)
     if len(train_records) < config.cluster.workers:
         raise UserError(
             f"{path} has {len(train_records)} training photos for cluster.workers={config.cluster.workers}: "

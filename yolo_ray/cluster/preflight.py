@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
@@ -70,6 +73,7 @@ def connect(address: str | None) -> None:
         return
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     options["runtime_env"] = {"env_vars": WORKER_ENV | _carried_env()}
+    handled = callable(signal.getsignal(signal.SIGTERM))  # by entry.run, or who else calls this
     target = address or os.environ.get("RAY_ADDRESS") or _started_here()
     try:
         if target and target != "local":
@@ -85,6 +89,13 @@ def connect(address: str | None) -> None:
             f"no Ray cluster answers at {target or 'this machine'} ({reason}): start one with `ray start --head`, "
             "correct cluster.address (local starts one of its own), or set RAY_AUTH_MODE as the cluster has it"
         ) from error
+    if handled and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    """SIGTERM while Ray is waited for, which passes on no other exception; its own handler aborts the process."""
+    raise KeyboardInterrupt("stopped by SIGTERM; run again to go on")
 
 
 def _started_here() -> str | None:

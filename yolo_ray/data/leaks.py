@@ -3,85 +3,113 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import numpy as np
+
+from yolo_ray.data.judging import tail_sum
 from yolo_ray.data.records import Records
 from yolo_ray.data.storage import is_plain, read_bytes
+from yolo_ray.data.texts import Texts
 
-TAIL_BYTES = (
-    4096  # compressed pixels end there, while the beginnings of photos of one camera are alike
-)
-Key = tuple[int, int, int]  # bytes of the file, height, width
+READERS = 16  # the work is reading
+Found = TypeVar("Found")
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shared_photos(train: Records, val: Records) -> list[tuple[str, str]]:
     """``(photo of val, photo of train)`` that are one file or have the same content, in the order of val.
 
-    Only files of equal length and size in pixels are opened, and read to the end only where their
-    last bytes agree. A file that has gone meanwhile is nobody's twin.
+    Only files of equal length, size in pixels and last bytes are opened. A file that has gone meanwhile is nobody's
+    twin.
     """
-    there, here = _by_key(train), _by_key(val)
-    known = set(map(str, train.paths))
-    twins = {path: path for path in map(str, val.paths) if path in known}
-    unsure = {key: paths for key, paths in here.items() if key in there}
-    unsure = {key: [path for path in paths if path not in twins] for key, paths in unsure.items()}
-    unsure = {key: paths for key, paths in unsure.items() if paths}
-    tails = _prints(_all(unsure) + _all(there, unsure), whole=False)
-    seen = {(key, tails[path]) for key in unsure for path in there[key]}
-    likely = {
-        key: [path for path in paths if tails[path] and (key, tails[path]) in seen]
-        for key, paths in unsure.items()
-    }
-    ends = {(key, tails[path]) for key, paths in likely.items() for path in paths}
-    same = {key: [p for p in there[key] if (key, tails[p]) in ends] for key in likely}
-    prints = _prints(_all(likely) + _all(same), whole=True)
+    twins = _of_one_path(train, val)
+    known = np.fromiter(twins, np.int64, len(twins))
+    twins |= _of_one_content(train, val, np.setdiff1d(np.arange(len(val)), known))
+    return [(str(val.paths[row]), twins[row]) for row in sorted(twins)]
+
+
+def _of_one_path(train: Records, val: Records) -> dict[int, str]:
+    """Photos of both splits by path: row of val, and the path."""
+    theirs, ours = (_texts(records).hashes() for records in (train, val))
+    there, here = (np.flatnonzero(alike).tolist() for alike in _alike(theirs, ours))
+    known = {str(train.paths[row]) for row in there}
+    return {row: path for row in here if (path := str(val.paths[row])) in known}
+
+
+def _alike(theirs: np.ndarray, ours: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which of theirs are among ours, and which of ours among theirs. Only ours, the fewer ones, are sorted."""
+    known, places = np.unique(ours, return_inverse=True)
+    at = np.searchsorted(known, theirs)
+    at[at == len(known)] = 0
+    alike = known[at] == theirs if len(known) else np.zeros(len(theirs), bool)
+    met = np.zeros(len(known), bool)
+    met[at[alike]] = True
+    return alike, met[places]
+
+
+def _texts(records: Records) -> Texts:
+    return records.paths if isinstance(records.paths, Texts) else Texts(map(str, records.paths))
+
+
+def _of_one_content(train: Records, val: Records, here: np.ndarray) -> dict[int, str]:
+    """The first training photo with the content of each of these rows of val that has one."""
+    there = np.arange(len(train))
+    known = _knows_tails(train) and _knows_tails(val)
+    for key in (_tails,) if known else (_shapes, _tails):
+        theirs, ours = _alike(key(train, there), key(val, here))
+        there, here = there[theirs], here[ours]
+        if not len(here):
+            return {}
     first: dict[bytes, str] = {}
-    for path in _all(same):
-        first.setdefault(prints[path], path)
-    for path in _all(likely):
-        if prints[path] and prints[path] in first:
-            twins[path] = first[prints[path]]
-    return [(str(path), twins[str(path)]) for path in val.paths if str(path) in twins]
+    for row, content in _read(train, there, _digest):
+        first.setdefault(content, str(train.paths[row]))
+    return {row: first[content] for row, content in _read(val, here, _digest) if content in first}
 
 
-def _all(groups: dict[Key, list[str]], keys: Iterable[Key] | None = None) -> list[str]:
-    """The paths of those keys, in order."""
-    return [path for key in (groups if keys is None else keys) for path in groups[key]]
+def _knows_tails(records: Records) -> bool:
+    return len(records.tails) == len(records)
 
 
-def _by_key(records: Records) -> dict[Key, list[str]]:
-    groups: dict[Key, list[str]] = {}
-    rows = zip(records.num_bytes.tolist(), records.sizes.tolist(), records.paths, strict=True)
-    for num_bytes, (height, width), path in rows:
-        groups.setdefault((num_bytes, height, width), []).append(str(path))
-    return groups
+def _shapes(records: Records, rows: np.ndarray) -> np.ndarray:
+    """Bytes of the file, height and width of these photos, as one number each."""
+    numbers = records.sizes[rows].astype(np.uint64)
+    lengths = records.num_bytes[rows].astype(np.uint64)
+    return (lengths << np.uint64(32)) + (numbers[:, 0] << np.uint64(16)) + numbers[:, 1]
 
 
-def _prints(paths: Iterable[str], *, whole: bool) -> dict[str, bytes]:
-    """Digest of each file, or of its last bytes; empty if it cannot be read."""
-    paths = list(paths)
-    with ThreadPoolExecutor(max_workers=16) as pool:  # the work is reading, as in load_records
-        return dict(zip(paths, pool.map(_digest if whole else _tail, paths), strict=True))
+def _tails(records: Records, rows: np.ndarray) -> np.ndarray:
+    """The same with the last bytes of the files, which are read where judging did not (in a pack)."""
+    if _knows_tails(records):
+        tails = records.tails[rows].astype(np.uint64)
+    else:
+        tails = np.zeros(len(rows), np.uint64)  # also of one that cannot be read, which is no twin
+        found = dict(_read(records, rows, tail_sum))
+        tails[:] = [found.get(row, 0) for row in rows.tolist()]
+    return (_shapes(records, rows) * _MIX) ^ tails
 
 
-def _tail(path: str) -> bytes:
-    try:
-        if not is_plain(path):
-            return read_bytes(path, -TAIL_BYTES)
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-            return file.read()
-    except OSError:
-        return b""
+def _read(
+    records: Records, rows: np.ndarray, read: Callable[[str], Found]
+) -> Iterator[tuple[int, Found]]:
+    """``read`` of each of these photos that can be read, with its row, in order."""
+
+    def one(row: int) -> Found | None:
+        try:
+            return read(str(records.paths[row]))
+        except OSError:
+            return None
+
+    with ThreadPoolExecutor(max_workers=READERS) as pool:
+        for row, found in zip(rows.tolist(), pool.map(one, rows.tolist()), strict=True):
+            if found is not None:
+                yield row, found
 
 
 def _digest(path: str) -> bytes:
-    try:
-        if not is_plain(path):
-            return hashlib.sha256(read_bytes(path)).digest()
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").digest()
-    except OSError:
-        return b""
+    if not is_plain(path):
+        return hashlib.sha256(read_bytes(path)).digest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

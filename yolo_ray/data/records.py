@@ -35,7 +35,8 @@ class Records:
     sha256 of all that (paths relative) and the file sizes; bad: photos left out; counts: what was
     noticed, namely duplicates and clipped (boxes); num_bytes [N] int64:
     the file sizes; access: the environment that remote photos are read with, empty for local ones.
-    It may hold secrets and is never shown.
+    It may hold secrets and is never shown. tails uint32 [N]: ``judging.tail_sum`` of the files; empty
+    where nobody looked, as in a pack.
     """
 
     paths: Sequence[str]
@@ -49,6 +50,7 @@ class Records:
     counts: Mapping[str, int] = field(default_factory=dict)
     num_bytes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     access: Mapping[str, str] = field(default_factory=dict, repr=False)
+    tails: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))
 
     def __len__(self) -> int:
         """Number of photos."""
@@ -81,14 +83,15 @@ def load_records(
         return _unpack(data, split, index, max_bad)
     photos = list_photos(data, split)
     runs = [photos[start : start + RUN] for start in range(0, len(photos), RUN)]
-    judged = join_judged(list((judge or _judge_here)(runs, len(data.names))))
+    judged = join_judged((judge or judge_here)(runs, len(data.names)))
     _refuse_mistakes(judged)
     _refuse_too_many(data, split, judged.bad, judged.total, max_bad)
     _refuse_unlabelled(data, split, judged)
     return build_records(data, judged)
 
 
-def _judge_here(runs: Sequence[Sequence[str]], num_classes: int) -> Iterator[Judged]:
+def judge_here(runs: Sequence[Sequence[str]], num_classes: int) -> Iterator[Judged]:
+    """One after the other, in this process."""
     return (judge_photos(run, num_classes) for run in runs)
 
 
@@ -99,7 +102,7 @@ def _unpack(data: DataYaml, split: Split, place: str, max_bad: float) -> Records
     _refuse_too_many(data, split, bad, len(index.photos) + len(bad), max_bad)
     arrays = {name: index.arrays[name] for name in ("sizes", "offsets", "boxes", "classes")}
     num_bytes = index.arrays["num_bytes"]
-    if _digest(index.photos, num_bytes, arrays, index.names) != index.digest:
+    if _digest(_lines(index.photos, num_bytes), arrays, index.names) != index.digest:
         raise UserError(f"{place} is damaged (its digest differs); copy it again, or pack anew")
     if len(data.names) != len(index.names):
         raise UserError(
@@ -113,7 +116,7 @@ def _unpack(data: DataYaml, split: Split, place: str, max_bad: float) -> Records
         paths=Texts(places),
         **arrays,
         names=data.names,
-        digest=_digest(index.photos, num_bytes, arrays, data.names),
+        digest=_digest(_lines(index.photos, num_bytes), arrays, data.names),
         bad=bad,
         counts=index.counts,
         num_bytes=num_bytes,
@@ -167,16 +170,17 @@ def build_records(data: DataYaml, judged: Judged) -> Records:
     }
     for array in arrays.values():
         array.setflags(write=False)
-    photos = (relative_name(path, data.root) for path in judged.paths)
+    lines = _relative_lines(judged.paths, judged.num_bytes, data.root)
     return Records(
         paths=judged.paths,
         **arrays,
         names=data.names,
-        digest=_digest(photos, judged.num_bytes, arrays, data.names),
+        digest=_digest(lines, arrays, data.names),
         bad=judged.bad,
         counts={"duplicates": judged.duplicates, "clipped": judged.clipped},
         num_bytes=judged.num_bytes,
-        access=access_of(judged.paths),
+        access=access_of(judged.paths if judged.paths.hold("://") else ()),
+        tails=judged.tails,
     )
 
 
@@ -190,18 +194,40 @@ def relative_name(photo: str, root: str) -> str:
     return Path(os.path.relpath(photo, root)).as_posix()
 
 
+def _lines(photos: Iterable[str], num_bytes: np.ndarray) -> Iterator[bytes]:
+    """What the digest knows of photos: relative name and length."""
+    for photo, length in zip(photos, num_bytes.tolist(), strict=True):
+        yield os.fsencode(f"{photo}\0{length}\0")
+
+
+def _relative_lines(paths: Texts, num_bytes: np.ndarray, root: str) -> Iterator[bytes]:
+    """``_lines`` of the ``relative_name`` of each path, a run at a time where all names are plain."""
+    folder = os.fsencode(root.rstrip("/") + "/")
+    for start in range(0, len(paths), RUN):
+        stop = start + RUN
+        names = paths.encoded(start, stop)
+        below = [name[len(folder) :] for name in names if name.startswith(folder)]
+        together = b"/" + b"\0/".join(below)
+        if len(below) == len(names) and b"//" not in together and b"/." not in together:
+            lengths = num_bytes[start:stop].tolist()
+            yield b"".join(b"%b\0%d\0" % one for one in zip(below, lengths, strict=True))
+        else:
+            few = (relative_name(os.fsdecode(name), root) for name in names)
+            yield from _lines(few, num_bytes[start:stop])
+
+
 def _digest(
-    photos: Iterable[str],
-    num_bytes: np.ndarray,
+    lines: Iterable[bytes],
     arrays: Mapping[str, np.ndarray],
     names: Sequence[str],
 ) -> str:
     """sha256, the same wherever the data set lies and on machines of either byte order."""
     total = hashlib.sha256()
-    for photo, length in zip(photos, num_bytes.tolist(), strict=True):
-        total.update(os.fsencode(f"{photo}\0{length}\0"))
+    for some in lines:
+        total.update(some)
     for name in ("sizes", "offsets", "boxes", "classes"):
-        little = arrays[name].astype(arrays[name].dtype.newbyteorder("<"))
-        total.update(f"{name}{little.shape}\0".encode() + little.tobytes())
+        little = np.ascontiguousarray(arrays[name], arrays[name].dtype.newbyteorder("<"))
+        total.update(f"{name}{little.shape}\0".encode())
+        total.update(little.data)
     total.update("\0".join(names).encode())
     return total.hexdigest()

@@ -72,7 +72,7 @@ class StorageError(UserError):
 
 def access_of(places: Iterable[str]) -> dict[str, str]:
     """The variables that reading these places depends on, with their values here. Secrets: never to be shown."""
-    families = {_family(_shard_of(place)) for place in places}
+    families = {_family(_shard_of(place)) for place in places if "://" in place}
     wanted = [name for family in families if family for name in CARRIED[family]]
     exact = {name for name in wanted if not name.endswith("_")}
     begins = tuple(name for name in wanted if name.endswith("_"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from yolo_ray.augment.images import PhotoError, read_photo
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
 from yolo_ray.track import pictures
+from yolo_ray.track.counting import counted
 from yolo_ray.track.progress import Progress, follow
 from yolo_ray.track.run import NullRun, RunTracker, Status, finish, start_run
 
@@ -26,6 +27,10 @@ MAX_PICTURED = 8
 
 class RunObserver:
     """Plugs tracking and progress into a launch."""
+
+    def counted(self, what: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show how far something long is; the context is told of each so many photos."""
+        return counted(what, total)
 
     def start(
         self, config: TrainConfig, folder: Path, names: tuple[str, ...], tags: dict[str, str]
