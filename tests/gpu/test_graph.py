@@ -52,7 +52,7 @@ def test_graph_equals_eager(
         run(eager, batches[number % 4], update=update)
         run(graphed, batches[number % 4], update=update)
         assert_equal(state_of(graphed), state_of(eager))
-    assert graphed.read_sums() == eager.read_sums()
+    assert graphed.take_sums().read() == eager.take_sums().read()
     assert (graphed.captures, graphed.replays) == (2, 5)
 
 
@@ -65,8 +65,8 @@ def test_graph_equals_eager_with(changes: dict[str, Any], batches: list[Batch]) 
         run(graphed, batches[number])
     assert_equal(state_of(graphed), state_of(eager))
     assert torch.equal(graphed.scale.state, eager.scale.state)
-    sums = graphed.read_sums()
-    assert sums == eager.read_sums() and sums["skipped"] < 4 and sums["box"] > 0
+    sums = graphed.take_sums().read()
+    assert sums == eager.take_sums().read() and sums["skipped"] < 4 and sums["box"] > 0
 
 
 def test_loss_scale_recovers_from_overflow(batches: list[Batch]) -> None:
@@ -76,7 +76,7 @@ def test_loss_scale_recovers_from_overflow(batches: list[Batch]) -> None:
     run(graphed, batches[0])
     for number in range(24):
         run(graphed, batches[number % 4])
-    sums, factor = graphed.read_sums(), graphed.scale.state[0].item()
+    sums, factor = graphed.take_sums().read(), graphed.scale.state[0].item()
     assert factor == 2.0 ** (16 - sums["skipped"]), "it halves at every skipped step"
     assert sums["skipped"] < 20 and not torch.equal(graphed.flat.state, before)
 
@@ -86,7 +86,7 @@ def test_losses_of_the_families_are_alive(batches: list[Batch]) -> None:
     for model in FAMILIES:
         graphed = GraphedStep(make_step(model), mode="require")
         run(graphed, batches[0])
-        sums = graphed.read_sums()
+        sums = graphed.take_sums().read()
         assert all(sums[name] > 0.01 for name in ("box", "cls", "dfl")), (model, sums)
 
 
@@ -94,10 +94,10 @@ def test_a_changed_gain_takes_effect_in_the_next_replay(batches: list[Batch]) ->
     step = make_step()
     graphed = GraphedStep(step, mode="require")
     run(graphed, batches[0], lr=0.0)
-    before = graphed.read_sums()
+    before = graphed.take_sums().read()
     step.options = dataclasses.replace(step.options, gains=(15.0, 0.5, 1.5))
     run(graphed, batches[0], lr=0.0)
-    after = graphed.read_sums()
+    after = graphed.take_sums().read()
     assert after["box"] == pytest.approx(2 * before["box"], rel=2e-2)
     assert after["cls"] == pytest.approx(before["cls"], rel=2e-2)
 
@@ -110,7 +110,7 @@ def test_dropout_draws_anew_in_every_replay(batches: list[Batch]) -> None:
     losses = []
     for _ in range(3):
         run(graphed, batches[0], lr=0.0)
-        losses.append(graphed.read_sums()["cls"])
+        losses.append(graphed.take_sums().read()["cls"])
     assert len(set(losses)) == 3
 
 
@@ -270,7 +270,7 @@ def test_a_batch_without_boxes(model: str, batches: list[Batch]) -> None:
     graphed = GraphedStep(make_step(model), mode="require")
     run(graphed, batches[0])
     run(graphed, empty)
-    sums = graphed.read_sums()
+    sums = graphed.take_sums().read()
     assert sums["skipped"] == 0 and all(value == value for value in sums.values())
 
 

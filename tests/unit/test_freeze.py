@@ -17,7 +17,7 @@ from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import build_detector
 from yolo_ray.model.freeze import freeze_layers
-from yolo_ray.train.checkpoint import Progress, capture_state, check_resumable, restore_state
+from yolo_ray.train.checkpoint import Progress, Snapshot, check_resumable, restore_state
 from yolo_ray.train.evaluate import _evaluating
 from yolo_ray.train.loop import average_buffers
 
@@ -101,7 +101,7 @@ def test_a_resume_is_bit_equal(records: Records) -> None:
     whole.train(0, 6)
     half = LocalRun(records, options)
     half.train(0, 3)
-    state = capture_state(half.step, Progress(step=3), {}, records.digest)
+    state = Snapshot(half.step, Progress(step=3)).state({}, records.digest)
     rest = LocalRun(records, options)
     restore_state(rest.step, state)
     rest.train(3, 6)

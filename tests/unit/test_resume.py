@@ -12,13 +12,13 @@ from tests.local_run import LocalOptions, LocalRun
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.records import load_records
 from yolo_ray.errors import UserError
+from yolo_ray.model.saving import save_atomically
 from yolo_ray.train.checkpoint import (
     Progress,
-    capture_state,
+    Snapshot,
     list_checkpoints,
     load_newest,
     restore_state,
-    save_atomically,
     save_checkpoint,
 )
 
@@ -42,7 +42,7 @@ def test_resumed_run_is_bit_equal(
 
     half = LocalRun(records, options)
     half.train(0, 5)
-    state = capture_state(half.step, Progress(step=5, best=0.25), {}, records.digest)
+    state = Snapshot(half.step, Progress(step=5, best=0.25)).state({}, records.digest)
     save_checkpoint(state, tmp_path, keep=2)
     loaded, damaged = load_newest(tmp_path)
     assert loaded is not None and not damaged
@@ -74,7 +74,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_dataset: Callable[..
     after = [step.flat.state, step.flat.ema, *step.optimizer.slots.values()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert int(step.skipped) == 1
-    assert step.read_sums()["skipped"] == 1
+    assert step.take_sums().read()["skipped"] == 1
 
 
 def test_newest_readable_checkpoint_wins(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 def test_other_optimizer_is_refused(tiny_dataset: Callable[..., Path]) -> None:
     records = load_records(tiny_dataset(train=4, size=64), "train", max_bad=0.0)
     run = LocalRun(records, LocalOptions(batch=4))
-    state = capture_state(run.step, Progress(), {}, records.digest)
+    state = Snapshot(run.step, Progress()).state({}, records.digest)
     other = LocalRun(records, LocalOptions(batch=4, optimizer="AdamW"))
     with pytest.raises(UserError, match="optimizer=SGD"):
         restore_state(other.step, state)

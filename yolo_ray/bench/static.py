@@ -113,10 +113,10 @@ def _trained(setting: Setting, scene: Scene, clock: Clock, steps: int, *, frozen
 
 def _exact_losses(step: TrainStep, scene: Scene) -> Row:
     """Mean losses over the batches with the weights as they are."""
-    step.read_sums()
+    step.take_sums().read()
     for batch in scene.batches:
         step(batch, update=False)
-    sums = step.read_sums()
+    sums = step.take_sums().read()
     step.pending.zero_()
     terms = {name: round(sums[name], 4) for name in ("box", "cls", "dfl")}
     return terms | {"total": round(sum(terms.values()), 4)}

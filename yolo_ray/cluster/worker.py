@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from yolo_ray.cluster.preflight import Placement
 from yolo_ray.config.load import RUN_CONFIG
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.batch import PhotoRing
-from yolo_ray.data.pipeline import eval_photos, train_photos
+from yolo_ray.data.pipeline import eval_photos, start_readers, train_photos
 from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.reading import Reading
 from yolo_ray.data.records import Records
@@ -170,6 +171,9 @@ def find_user_error(error: BaseException | None) -> UserError | None:
 
 def _start(placement: Placement, seed: int) -> Here:
     context = ray.train.get_context()
+    # Threads that fetch photos and write checkpoints share the interpreter with the one that launches steps.
+    # By default it would wait 5 ms for it whenever one of them computes.
+    sys.setswitchinterval(0.0005)
     torch.set_num_threads(placement.threads)
     random.seed(seed)
     np.random.seed(seed)
@@ -185,6 +189,7 @@ def _start(placement: Placement, seed: int) -> Here:
 def _train(job: Job, here: Here) -> bool:
     config = job.config
     _check_shared(job.folder)
+    start_readers(job.placement.data, config.augment.albumentations)
     plan: Plan = ray.get(job.plan)
     events = EventLog(job.folder / "events.jsonl") if here.rank == 0 else NullEventLog()
     detector = build_detector(job.model, job.names, imgsz=config.imgsz, seed=config.seed).to(

@@ -36,12 +36,14 @@ from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
 FIRST_CHUNK_STEPS = 12
+# A process that is ready waits as long, so that each of the tasks starts one of its own.
+READY_S = 1.0
 # Ray spends some 15 ms of the process that runs it on a block, whatever is in it, and splits one above 128 MiB.
 BLOCK_BYTES = 96 * 2**20
 
 # An execution of Ray Data 2.60 begins without knowing any CPU, runs one task at a time, and looks again after a second:
 # longer than the other CPUs need for a whole chunk. What it looks at is a value in its own process.
-ResourceManager.GLOBAL_LIMITS_UPDATE_INTERVAL_S = 0.02
+cast(Any, ResourceManager).GLOBAL_LIMITS_UPDATE_INTERVAL_S = 0.02
 
 Columns = dict[str, np.ndarray]
 Warn = Callable[[str], None]
@@ -59,10 +61,14 @@ class StreamLimits:
     # and 0.25 s while nothing else ran: probably its many small calls wait for the interpreter lock.
     apart: bool = False
 
+    @property
+    def tasks(self) -> int:
+        """That may run at the same time."""
+        return max(1, int(self.cpus / self.task_cpus))
+
     def steps_per_block(self, steps: int, step_bytes: int) -> int:
         """Steps of one block of a chunk of ``steps``: many, for their cost, and yet enough blocks for all tasks."""
-        tasks = max(1, int(self.cpus / self.task_cpus))
-        return max(1, min(BLOCK_BYTES // step_bytes, steps // tasks))
+        return max(1, min(BLOCK_BYTES // step_bytes, steps // self.tasks))
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,22 @@ def _blocks_apart(
 ) -> list[Any]:
     """As ``_blocks``, in the steward's process."""
     return ray.get(_steward().blocks.remote(rows, block, limits, task))
+
+
+def start_readers(limits: StreamLimits, albumentations: Any) -> None:
+    """Begin to start the processes that read photos, which takes seconds: meanwhile the caller builds its model."""
+    task = ray.remote(_get_ready).options(
+        num_cpus=limits.task_cpus, scheduling_strategy="SPREAD", max_retries=0
+    )
+    for _ in range(limits.tasks):
+        task.remote(albumentations)
+    if limits.apart:
+        _steward()
+
+
+def _get_ready(albumentations: Any) -> None:
+    _transform(repr(albumentations), albumentations)
+    time.sleep(READY_S)
 
 
 class _Reported:

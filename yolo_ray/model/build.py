@@ -11,7 +11,6 @@ import difflib
 import functools
 import os
 import pickle
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from yolo_ray.errors import UserError
 from yolo_ray.model.boxes import HeadOutput
 from yolo_ray.model.norm import desynchronise, freeze_statistics
+from yolo_ray.model.saving import save_atomically
 
 if TYPE_CHECKING:
     from ultralytics.nn.tasks import DetectionModel
@@ -175,16 +175,13 @@ def save_weights(
     It holds a fresh float32 network of Ultralytics' classes only. ``train_args`` and ``extra``
     (further entries of the file, never replacing its own) are plain values.
     """
-    yolo = _ultralytics()
-    architecture: Any = copy.deepcopy(detector.net.yaml)
-    net = _new_network(architecture, detector.names)
-    _match_class_branches(_head_of(net), _head_of(detector.net))
+    yolo, net = _ultralytics(), _blank_network(detector)
     net.load_state_dict({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
     entries = {
         **(extra or {}),
         "epoch": -1,
         "best_fitness": None,
-        "model": net.float().eval(),
+        "model": net,
         "ema": None,
         "updates": None,
         "optimizer": None,
@@ -193,7 +190,17 @@ def save_weights(
         "version": yolo.version,
         "license": "AGPL-3.0 (https://ultralytics.com/license)",
     }
-    _write_atomically(Path(path), entries)
+    save_atomically(entries, Path(path))
+
+
+@functools.lru_cache(maxsize=1)
+def _blank_network(detector: Detector) -> DetectionModel:
+    """A network like the detector's, kept: building one takes longer than writing it."""
+    architecture: Any = copy.deepcopy(detector.net.yaml)
+    with torch.random.fork_rng(devices=[]):
+        net = _new_network(architecture, detector.names)
+    _match_class_branches(_head_of(net), _head_of(detector.net))
+    return net.float().eval()
 
 
 def known_models() -> list[str]:
@@ -336,22 +343,6 @@ def _check_imgsz(imgsz: int, detector: Detector) -> None:
     below, above = imgsz // stride * stride, (imgsz // stride + 1) * stride
     valid = f"imgsz={below} or imgsz={above}" if below else f"imgsz={above}"
     raise UserError(f"imgsz={imgsz} is not a multiple of the model's stride {stride}: use {valid}")
-
-
-def _write_atomically(path: Path, entries: dict[str, Any]) -> None:
-    """A reader sees the old file or the whole new one, also after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(entries, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 @functools.cache

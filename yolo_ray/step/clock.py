@@ -44,8 +44,12 @@ class StepClock:
         self._ends.append(self._now())
 
     def collect(self) -> None:
-        """Add up what was marked; the device must have come to the last mark, which is the end of a step."""
+        """Add up the steps that were marked and that the device has ended."""
+        done = 0
         for begin, end in zip(self._begins, self._ends, strict=True):
+            if self.is_gpu and not end.query():
+                break
+            done += 1
             if self._last is not None:
                 self.idle_ms += self._between(self._last, begin)
             step_ms = self._between(begin, end)
@@ -53,7 +57,7 @@ class StepClock:
             self.busy_ms += step_ms
             self._recent.append(step_ms)
             self._last = end
-        self._begins, self._ends = [], []
+        self._begins, self._ends = self._begins[done:], self._ends[done:]
 
     @property
     def step_ms(self) -> float:

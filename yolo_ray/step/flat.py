@@ -103,7 +103,7 @@ class FlatModel:
         wire: float32 [P+TAIL], what the ranks add up: the gradient and the step's own few sums.
         grads: its first P elements; each parameter's ``.grad`` is a view of them.
         segments: runs of the first P elements with one optimizer rule each.
-        counters: int64 [N], the integer buffers (batch norm counts its batches).
+        counters: int64 [N], the integer buffers (batch norm counts its batches), and ``counter_names``.
         parameters: the trained parameters, in the order of ``views``.
     """
 
@@ -137,7 +137,7 @@ class FlatModel:
         self.wire = torch.zeros(self.num_trained + TAIL, device=device)
         self.grads = self.wire[: self.num_trained]
         self._adopt(sources)
-        self.counters = _adopt_counters(detector.net, device)
+        self.counter_names, self.counters = _adopt_counters(detector.net, device)
         self.ema = self.state.clone()
 
     def _adopt(self, sources: list[Tensor]) -> None:
@@ -181,11 +181,12 @@ def _rest(net: nn.Module) -> list[tuple[str, Tensor]]:
     return frozen + floating
 
 
-def _adopt_counters(net: nn.Module, device: torch.device) -> Tensor:
+def _adopt_counters(net: nn.Module, device: torch.device) -> tuple[list[str], Tensor]:
     """The integer buffers as views of one tensor, so that they are saved and put back at once."""
-    buffers = [b for _, b in net.named_buffers() if b.dtype == torch.int64 and b.ndim == 0]
+    named = {n: b for n, b in net.named_buffers() if b.dtype == torch.int64 and b.ndim == 0}
+    buffers = list(named.values())
     counters = torch.zeros(len(buffers), dtype=torch.int64, device=device)
     for place, buffer in zip(counters.unbind(0), buffers, strict=True):
         place.copy_(buffer)
         buffer.data = place
-    return counters
+    return list(named), counters

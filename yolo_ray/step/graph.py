@@ -24,10 +24,11 @@ from yolo_ray.step.memory import measure_memory, memory_limit
 from yolo_ray.step.optim import Optimizer
 from yolo_ray.step.scale import LossScale
 from yolo_ray.step.schedule import Controls
-from yolo_ray.step.train_step import StepOptions, TrainStep
+from yolo_ray.step.train_step import StepOptions, StepSums, TrainStep
 
 # cuDNN and Triton choose and compile kernels in these; none may do so in a capture. The last is timed.
 WARM_UP_STEPS = 3
+LATER_WARM_UP_STEPS = 1  # of a further graph: all but what depends on its box capacity is chosen
 TIMED_REPLAYS = 2
 # torch.compile takes a minute or more for each shape: rarer ones are captured as they are.
 MAX_COMPILED = 4
@@ -152,7 +153,9 @@ class GraphedStep:
         is_rare = len(self._graphs) >= MAX_COMPILED
         try:
             with torch.compiler.set_stance("force_eager" if is_rare else "default"):
-                eager_ms = self._warm_up(inputs, update=key[2])
+                is_first = all(key[0] != other[0] for other in self._graphs)
+                steps = WARM_UP_STEPS if is_first else LATER_WARM_UP_STEPS
+                eager_ms = self._warm_up(inputs, steps, update=key[2])
                 graph = self._capture(inputs, update=key[2])
         except (torch.OutOfMemoryError, _Full):
             is_full = True  # the error itself would keep the step's tensors alive
@@ -194,13 +197,13 @@ class GraphedStep:
         _load(self._inputs[shape], batch)
         return self._inputs[shape]
 
-    def _warm_up(self, inputs: Batch, *, update: bool) -> float:
+    def _warm_up(self, inputs: Batch, steps: int, *, update: bool) -> float:
         """Eager steps on the capturing stream; milliseconds of the last. What they raise is the step's own fault."""
         current, side = torch.cuda.current_stream(), self._stream
         assert side is not None
         side.wait_stream(current)
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS - 1):
+            for _ in range(steps - 1):
                 self.step(inputs, update=update)
             last_ms = _timed_ms(lambda: self.step(inputs, update=update), 1)
         current.wait_stream(side)
@@ -251,9 +254,9 @@ class GraphedStep:
         """Write the step's rates and head gains to the device; the next replay reads them there."""
         self.step.set_controls(controls, head_gains)
 
-    def read_sums(self) -> dict[str, float]:
-        """Mean losses since the last call; waits for the device."""
-        return self.step.read_sums()
+    def take_sums(self) -> StepSums:
+        """What came together since the last call; the device does not wait until it is read."""
+        return self.step.take_sums()
 
     @property
     def flat(self) -> FlatModel:

@@ -18,6 +18,7 @@ from yolo_ray.data.batch import Batch, micro_batches
 from yolo_ray.model.build import Detector
 from yolo_ray.model.loss import DetectionLoss
 from yolo_ray.step.flat import TAIL, FlatModel
+from yolo_ray.step.host import HostCopy
 from yolo_ray.step.optim import OPTIMIZERS, Rates, keep
 from yolo_ray.step.precision import Forward, put_gradients
 from yolo_ray.step.reduce import AllReduce, reduce_in_buckets
@@ -44,6 +45,25 @@ class StepOptions:
     micro_batch: int | None = None  # rows of this worker that go through the network at once
 
 
+class StepSums:
+    """The sums of some steps, on their way to the host."""
+
+    def __init__(self, sums: Tensor, skipped: Tensor) -> None:
+        self._copy = HostCopy({"sums": sums, "skipped": skipped})
+
+    def read(self) -> dict[str, float]:
+        """Mean losses, skipped steps and stop requests of those steps, and all skipped ones; waits for the last."""
+        copies = self._copy.read()
+        box, cls, dfl, steps, skipped, stop = copies["sums"].tolist()
+        steps = max(steps, 1.0)
+        means = {"box": box / steps, "cls": cls / steps, "dfl": dfl / steps}
+        return means | {
+            "skipped": skipped,
+            "stop": stop,
+            "all_skipped": float(copies["skipped"].item()),
+        }
+
+
 class TrainStep:
     """``step(batch, update=...)``: one training step on the device.
 
@@ -54,7 +74,7 @@ class TrainStep:
         stop: float32 0-dim, 1 where this rank was asked to stop: summed over ranks by the step's own collective, so
             that all ranks learn of it at the same step.
         scale: the factor on the loss, 1 but for float16.
-        sums: float32 [6]: box, cls, dfl (gained and normalised), steps, skipped steps, stops since ``read_sums``.
+        sums: float32 [6]: box, cls, dfl (gained and normalised), steps, skipped steps, stops since ``take_sums``.
     """
 
     def __init__(
@@ -167,10 +187,8 @@ class TrainStep:
         keep(ok, self.flat.ema, torch.lerp(self.flat.state, self.flat.ema, decay))
         self.pending.zero_()
 
-    def read_sums(self) -> dict[str, float]:
-        """Mean losses since the last call; waits for the device, so call it once per log interval."""
-        box, cls, dfl, steps, skipped, stop = self.sums.tolist()
+    def take_sums(self) -> StepSums:
+        """What came together since the last call; the device does not wait until it is read."""
+        taken = StepSums(self.sums, self.skipped)
         self.sums.zero_()
-        steps = max(steps, 1.0)
-        means = {"box": box / steps, "cls": cls / steps, "dfl": dfl / steps}
-        return means | {"skipped": skipped, "stop": stop}
+        return taken

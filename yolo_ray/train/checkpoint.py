@@ -6,7 +6,6 @@ tensor NAME: the layout of the flat buffers may change between versions without 
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from collections.abc import Iterator
@@ -20,8 +19,10 @@ from torch import Tensor
 
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
+from yolo_ray.model.saving import save_atomically
 from yolo_ray.step.flat import View
 from yolo_ray.step.graph import Step
+from yolo_ray.step.host import HostCopy
 
 VERSION = 1
 # What torch.load raises for a torn or foreign file.
@@ -44,30 +45,59 @@ class Progress:
     elapsed_s: float = 0.0
 
 
-def capture_state(
-    step: Step, progress: Progress, config: dict[str, Any], digest: str
-) -> dict[str, Any]:
-    """The versioned dict of a run's whole state; tensors are copied to the CPU in float32."""
-    flat = step.flat
-    trained = flat.views[: flat.num_views_trained]
-    slots = {
-        name: _by_name(slot, trained) if slot.ndim else slot.cpu().clone()
-        for name, slot in step.optimizer.slots.items()
-    }
-    return {
-        "version": VERSION,
-        "model": _by_name(flat.state, flat.views),
-        "ema": _by_name(flat.ema, flat.views),
-        "counters": flat.counters.cpu().clone(),
-        "optimizer": {"name": step.options.optimizer, "slots": slots},
-        "pending": _by_name(step.pending, trained),
-        "skipped": int(step.skipped),
-        "scale": step.scale.state.cpu().clone() if step.scale.is_active else None,
-        "rng": {"cpu": torch.get_rng_state(), "cuda": _cuda_rng(flat.state.device)},
-        "progress": dict(vars(progress)),
-        "config": config,
-        "data_digest": digest,
-    }
+class Snapshot:
+    """A run's whole state at one moment; its tensors are on their way to the host while the device goes on."""
+
+    def __init__(self, step: Step, progress: Progress) -> None:
+        """Take it; what is enqueued later is not in it."""
+        flat = step.flat
+        self._flat, self._optimizer, self._slots = (
+            flat,
+            step.options.optimizer,
+            step.optimizer.slots,
+        )
+        self._is_scaled = step.scale.is_active
+        self._copy = HostCopy(
+            {
+                "model": flat.state, "ema": flat.ema, "counters": flat.counters, "pending": step.pending,
+                "skipped": step.skipped, "scale": step.scale.state,
+                **{f"slots/{name}": slot for name, slot in self._slots.items()},
+            }
+        )  # fmt: skip
+        self._rng = {"cpu": torch.get_rng_state(), "cuda": _cuda_rng(flat.state.device)}
+        self._progress = dict(vars(progress))
+
+    def state(self, config: dict[str, Any], digest: str) -> dict[str, Any]:
+        """The versioned dict of a checkpoint; tensors lie on the CPU, in float32."""
+        flat, copies = self._flat, self._copy.read()
+        trained = flat.views[: flat.num_views_trained]
+        slots = {name: copies[f"slots/{name}"] for name in self._slots}
+        return {
+            "version": VERSION,
+            "model": _by_name(copies["model"], flat.views),
+            "ema": _by_name(copies["ema"], flat.views),
+            "counters": copies["counters"].clone(),
+            "optimizer": {
+                "name": self._optimizer,
+                "slots": {
+                    name: _by_name(slot, trained) if slot.ndim else slot.clone()
+                    for name, slot in slots.items()
+                },
+            },
+            "pending": _by_name(copies["pending"], trained),
+            "skipped": int(copies["skipped"]),
+            "scale": copies["scale"].clone() if self._is_scaled else None,
+            "rng": self._rng,
+            "progress": self._progress,
+            "config": config,
+            "data_digest": digest,
+        }
+
+    def weights(self) -> dict[str, Tensor]:
+        """The averaged weights as a state_dict of the network."""
+        copies = self._copy.read()
+        counters = zip(self._flat.counter_names, copies["counters"].unbind(0), strict=True)
+        return dict(self._flat.named(copies["ema"])) | dict(counters)
 
 
 def restore_state(step: Step, state: dict[str, Any]) -> Progress:
@@ -108,8 +138,7 @@ def restore_state(step: Step, state: dict[str, Any]) -> Progress:
 
 
 def _by_name(flat: Tensor, views: list[View]) -> dict[str, Tensor]:
-    host = flat.detach().cpu()
-    return {view.name: view.of(host).clone() for view in views}
+    return {view.name: view.of(flat).clone() for view in views}
 
 
 def _put(flat: Tensor, views: list[View], tensors: dict[str, Tensor]) -> None:
@@ -123,24 +152,6 @@ def _put(flat: Tensor, views: list[View], tensors: dict[str, Tensor]) -> None:
 
 def _cuda_rng(device: torch.device) -> Tensor | None:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def save_atomically(payload: Any, path: Path) -> None:
-    """Write to a temporary name, flush to the disk, rename: a crash leaves the old file or the new one.
-
-    Raises:
-        OSError: the disk is full or read-only; the temporary file is gone and the old file untouched.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(payload, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def check_resumable(

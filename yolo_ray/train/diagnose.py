@@ -145,7 +145,7 @@ class Speedometer:
         self.meter.restart()
 
     def collect(self) -> None:
-        """Take in what was measured; the device has come to the end of a step."""
+        """Take in what was measured of the steps that the device has ended."""
         self.clock.collect()
         self.copy_ms += self.feed.ring.copied_ms()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,27 +17,26 @@ from yolo_ray.augment.device import augment
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
-from yolo_ray.model.build import Detector, save_weights
+from yolo_ray.model.build import Detector
 from yolo_ray.model.loss import head_gains_at
 from yolo_ray.step.graph import GraphedStep, Step
 from yolo_ray.step.reduce import AllReduce
 from yolo_ray.step.schedule import Schedule
-from yolo_ray.train.checkpoint import (
-    Progress,
-    capture_state,
-    disk_explained,
-    save_atomically,
-    save_checkpoint,
-)
+from yolo_ray.step.train_step import StepSums
+from yolo_ray.train.checkpoint import Progress, disk_explained
 from yolo_ray.train.diagnose import Speedometer
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
 from yolo_ray.train.meter import GpuMeter, NoMeter
 from yolo_ray.train.metrics import EvalResult
 from yolo_ray.train.report import Tracker
+from yolo_ray.train.saver import Saver
 
 NUM_PICTURED_STEPS = 3
 MAX_SKIPPED_STEPS = 10  # in a row, before the run gives up
+# A progress line is read from the device some steps later, which is then still busy with those: at once it would stand
+# still until the line is written. The same on all ranks, since a stop request comes with it.
+LINE_LAG_STEPS = 3
 STOP_FILE = "stop"
 SUMMARY_FILE = "summary.json"
 EVALUATION_FILE = "evaluation.npz"
@@ -90,7 +90,8 @@ def fit(run: Run) -> None:
     if loop.is_epoch_due():
         loop.end_epoch(run.progress.step - 1)
         loop.begin_epoch()
-    with closing(loop.speedometer.meter), closing(run.feed.batches(run.progress.step)) as stream:
+    batches = run.feed.batches(run.progress.step)
+    with closing(loop.speedometer.meter), closing(loop.saver), closing(batches) as stream:
         for step, batch in () if loop.is_stale() else stream:
             loop.train_one(step, batch)
             if loop.is_epoch_due():
@@ -98,10 +99,20 @@ def fit(run: Run) -> None:
                 if loop.is_stale():
                     break
                 loop.begin_epoch()
+        loop.saver.wait()
     if run.progress.step < run.schedule.epochs * run.schedule.steps_per_epoch:
         loop.note(f"no gain in {run.config.patience} epochs: training ends early")
     if run.rank == 0:
         loop.write_summary()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A progress line to be: the step after which it stands, how many steps it is of, their sums."""
+
+    step: int
+    steps: int
+    sums: StepSums
 
 
 class _Loop:
@@ -114,6 +125,9 @@ class _Loop:
         self.first_step = run.progress.step
         self.losses = np.zeros(4)  # box, cls, dfl sums and the steps they are of, this epoch
         self.last_logged = run.progress.step
+        self.lines: deque[_Line] = deque()
+        self.saver = Saver(run.config, run.folder, run.detector, run.data_digest)
+        self.num_skipped = 0  # as of the last line
         self.skipped_in_a_row = 0
         self.is_cost_told = False
         device = run.step.flat.state.device
@@ -146,7 +160,10 @@ class _Loop:
             self._log_samples(step)
         last = (step + 1) % run.schedule.steps_per_epoch == 0
         if last or (step + 1) % run.config.log_steps == 0:
-            self._log(step, controls.lr)
+            self.lines.append(_Line(step, step + 1 - self.last_logged, run.step.take_sums()))
+            self.last_logged = step + 1
+        while self.lines and (last or self.lines[0].step <= step - LINE_LAG_STEPS):
+            self._log(self.lines.popleft())
         every = run.config.checkpoint.save_steps
         if every and (step + 1) % every == 0 and not last:
             self._checkpoint()
@@ -158,14 +175,13 @@ class _Loop:
         ) % self.run.schedule.steps_per_epoch == 0:
             self.run.step.stop.fill_(float(self.run.stop_file.exists()))
 
-    def _log(self, step: int, lr: float) -> None:
-        run, per_epoch = self.run, self.run.schedule.steps_per_epoch
-        sums = run.step.read_sums()
+    def _log(self, line: _Line) -> None:
+        run, per_epoch, step = self.run, self.run.schedule.steps_per_epoch, line.step
+        sums, lr, steps = line.sums.read(), run.schedule.at(step).lr, line.steps
+        self.num_skipped = int(sums["all_skipped"])
         self.speedometer.collect()
         self._tell_cost()
         self.speedometer.tell_supply(self.note, is_over=(step + 1) % per_epoch == 0)
-        steps = step + 1 - self.last_logged
-        self.last_logged = step + 1
         trained = steps - sums["skipped"]
         self._refuse_lost_run(step, lr, 0 if trained else steps)
         self.losses += np.array([sums["box"], sums["cls"], sums["dfl"], 1.0]) * trained
@@ -179,18 +195,21 @@ class _Loop:
             epoch=step // per_epoch + 1, epochs=run.schedule.epochs,
             step=step % per_epoch + 1, steps=per_epoch,
             images_per_s=speed.images_per_s, lr=lr, data_wait=speed.data_wait_share,
-            eta_s=since / done * remaining, skipped=int(run.step.skipped),
+            eta_s=since / done * remaining, skipped=self.num_skipped,
             **{name: sums[name] for name in ("box", "cls", "dfl")},
         )  # fmt: skip
         run.tracker.metrics(
             {f"train/{name}": sums[name] for name in ("box", "cls", "dfl")}
             | {"lr": lr, "speed/images_per_s": speed.images_per_s}
-            | {"skipped_steps": float(run.step.skipped)},
+            | {"skipped_steps": float(self.num_skipped)},
             step=step + 1,
         )
         if sums["stop"] > 0:
             self._checkpoint()
-            raise StopRequested(f"stopped at step {step + 1}; go on with: resume={run.folder}")
+            self.saver.wait()
+            raise StopRequested(
+                f"stopped at step {run.progress.step}; go on with: resume={run.folder}"
+            )
 
     def _tell_cost(self) -> None:
         """Once: what the graph cost and when that is paid back."""
@@ -246,9 +265,7 @@ class _Loop:
         run.progress.ended = epoch + 1
         run.tracker.row(row, epoch=epoch + 1)
         is_best = result is not None and run.progress.best_epoch == epoch
-        if run.rank == 0:
-            self._save_weights(epoch, is_best=is_best)
-        self._checkpoint(is_best=is_best)
+        self._checkpoint(epoch=epoch + 1, is_best=is_best)
         run.report({"epoch": float(epoch + 1), **row})
 
     def _evaluates(self, epoch: int) -> bool:
@@ -290,25 +307,12 @@ class _Loop:
             return False
         return progress.ended - 1 - progress.best_epoch >= patience
 
-    def _save_weights(self, epoch: int, *, is_best: bool) -> None:
-        run = self.run
-        averaged = dict(run.step.flat.named(run.step.flat.ema))
-        weights = run.detector.net.state_dict() | averaged  # the rest: integer counters
-        args = run.config.flat() | {"imgsz": run.config.imgsz, "task": "detect", "epoch": epoch + 1}
-        with disk_explained(run.folder):
-            for name in ("last.pt", "best.pt") if is_best else ("last.pt",):
-                save_weights(run.folder / "weights" / name, run.detector, weights, args)
-
-    def _checkpoint(self, *, is_best: bool = False) -> None:
+    def _checkpoint(self, *, epoch: int | None = None, is_best: bool = False) -> None:
         run = self.run
         average_buffers(run)
         if run.rank == 0:
             run.progress.elapsed_s = time.perf_counter() - self.begin_time
-            state = capture_state(run.step, run.progress, run.config.flat(), run.data_digest)
-            with disk_explained(run.folder):
-                path = save_checkpoint(state, run.checkpoints, keep=run.config.checkpoint.keep)
-                if is_best:
-                    save_atomically(state, path.with_name("best.pt"))
+            self.saver.save(run.step, run.progress, epoch=epoch, is_best=is_best)
 
     def _picture(self, step: int, batch: Any) -> None:
         images = augment(batch).clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()[:16]
