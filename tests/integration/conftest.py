@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.synthetic import make_dataset
+
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 SETTINGS = {
@@ -29,6 +32,15 @@ SETTINGS = {
     "PYTHONPATH": str(ROOT),
     "PATH": f"{BIN}:{os.environ['PATH']}",  # a job's `python` is what the head finds: the environment is activated
 }
+
+SMALL = (
+    "model=yolo11n.yaml",
+    "imgsz=64",
+    "batch=5",
+    "cluster.workers=2",
+    "log_steps=1",
+    "val_batch=4",
+)
 
 
 def free_port() -> int:
@@ -117,6 +129,32 @@ def head() -> Iterator[Head]:
                 process.wait(timeout=30)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_dataset(tmp_path_factory.mktemp("shapes"), train=13, val=5, size=(64, 96))
+
+
+@pytest.fixture(scope="session")
+def trained(
+    head: Head, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Outcome, str]:
+    """A finished run of two epochs, its outcome, and the digest of the user's data before it."""
+    before = digest_of(data.parent)
+    project = tmp_path_factory.mktemp("project")
+    outcome = head.run("train", f"data={data}", f"project={project}", "epochs=2", *SMALL)
+    assert outcome.code == 0, outcome.stderr
+    return project / "train", outcome, before
+
+
+def digest_of(folder: Path) -> str:
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        total.update(f"{path}{path.stat().st_mtime_ns}".encode())
+        if path.is_file():
+            total.update(path.read_bytes())
+    return total.hexdigest()
 
 
 def answers(url: str) -> bool:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import ROOT, SETTINGS, Head
-from tests.integration.test_train import SMALL
+from tests.integration.conftest import SETTINGS, SMALL, Head, Outcome
 from tests.synthetic import make_dataset
 from yolo_ray.data.cache import cache_file
 from yolo_ray.data.records import load_records
@@ -100,28 +99,17 @@ def losses_of(run: Path) -> list[dict[str, str]]:
 
 
 def test_a_run_is_the_same_with_a_cache_and_leaves_none_in_memory(
-    head: Head, tmp_path: Path
+    trained: tuple[Path, Outcome, str], head: Head, data: Path
 ) -> None:
-    data = make_dataset(tmp_path / "data", train=13, val=5, size=(64, 96))
-    for cache in ("off", "memory"):
-        outcome = head.run(
-            "train", f"data={data}", f"project={tmp_path}", f"name={cache}", "epochs=2", f"cache={cache}",
-            "mlflow.enabled=false", *SMALL,
-        )  # fmt: skip
-        assert outcome.code == 0, outcome.stderr
-        assert ("data.cache=memory: 0.2 MiB of resized photos" in outcome.stderr) == (
-            cache == "memory"
-        )
-    assert losses_of(tmp_path / "off") == losses_of(tmp_path / "memory") != []
+    """Under a name that exists, so it gets a number and leaves the first run as it was."""
+    run, _, _ = trained
+    before = (run / "result.json").read_bytes()
+    outcome = head.run(
+        "train", f"data={data}", f"project={run.parent}", "epochs=2", "cache=memory", "mlflow.enabled=false", *SMALL
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.stderr
+    assert "data.cache=memory: 0.2 MiB of resized photos" in outcome.stderr
+    assert outcome.result["run"] == str(run.parent / "train2")
+    assert losses_of(run) == losses_of(run.parent / "train2") != []
+    assert (run / "result.json").read_bytes() == before
     assert not in_memory(data).exists() and not in_memory(data, "val").exists()
-
-    weights = tmp_path / "off" / "weights" / "best.pt"
-    results = [
-        head.run("evaluate", f"weights={weights}", f"data={data}", *options)
-        for options in ((), ("cache=disk", f"cache_dir={tmp_path / 'cache'}"))
-    ]
-    assert [outcome.code for outcome in results] == [0, 0], results[1].stderr
-    assert results[0].result == results[1].result
-    assert "data.cache=disk" in results[1].stderr
-    assert len(list((tmp_path / "cache").glob("*.photos"))) == 1
-    assert ROOT not in (tmp_path / "cache").parents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -16,47 +15,13 @@ import numpy as np
 import pytest
 from mlflow.tracking import MlflowClient
 
-from tests.integration.conftest import BIN, ROOT, Head, Outcome, wait_for
+from tests.integration.conftest import BIN, ROOT, SMALL, Head, Outcome, digest_of, wait_for
 from tests.synthetic import make_dataset
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import load_records
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
-SMALL = (
-    "model=yolo11n.yaml",
-    "imgsz=64",
-    "batch=5",
-    "cluster.workers=2",
-    "log_steps=1",
-    "val_batch=4",
-)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("shapes"), train=13, val=5, size=(64, 96))
-
-
-@pytest.fixture(scope="module")
-def trained(
-    head: Head, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Outcome, str]:
-    """A finished run of two epochs, its outcome, and the digest of the user's data before it."""
-    before = digest_of(data.parent)
-    project = tmp_path_factory.mktemp("project")
-    outcome = head.run("train", f"data={data}", f"project={project}", "epochs=2", *SMALL)
-    assert outcome.code == 0, outcome.stderr
-    return project / "train", outcome, before
-
-
-def digest_of(folder: Path) -> str:
-    total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        total.update(f"{path}{path.stat().st_mtime_ns}".encode())
-        if path.is_file():
-            total.update(path.read_bytes())
-    return total.hexdigest()
 
 
 def runs_of(project: Path) -> list[Any]:
@@ -119,14 +84,17 @@ def test_ultralytics_opens_the_weights(trained: tuple[Path, Outcome, str], data:
     assert len(found) == 1 and len(found[0].boxes) > 0
 
 
-def test_evaluate_prints_the_same_metrics(
-    trained: tuple[Path, Outcome, str], head: Head, data: Path
+def test_evaluate_prints_the_same_metrics_also_from_a_cache(
+    trained: tuple[Path, Outcome, str], head: Head, data: Path, tmp_path: Path
 ) -> None:
     run, outcome, _ = trained
     judged = head.run(
-        "evaluate", f"weights={run / 'weights' / 'best.pt'}", f"data={data}", "cluster.workers=2"
-    )
+        "evaluate", f"weights={run / 'weights' / 'best.pt'}", f"data={data}", "cluster.workers=2",
+        "cache=disk", f"cache_dir={tmp_path / 'cache'}",
+    )  # fmt: skip
     assert judged.code == 0, judged.stderr
+    assert "data.cache=disk" in judged.stderr
+    assert len(list((tmp_path / "cache").glob("*.photos"))) == 1
     same = ("map50", "map50_95", "map75", "precision", "recall", "circle/map50_95")
     assert {k: judged.result[k] for k in same} == {k: outcome.result[k] for k in same}
 
@@ -172,10 +140,13 @@ def test_a_killed_worker_is_survived(head: Head, data: Path, tmp_path: Path) -> 
     assert tracked.info.status == "FINISHED"
 
 
-def test_ctrl_c_then_resume(head: Head, data: Path, tmp_path: Path) -> None:
-    process = head.start(
-        "train", f"data={data}", f"project={tmp_path}", "epochs=40", "val_period=40", *SMALL
-    )
+def test_ctrl_c_then_resume_when_the_weights_file_has_gone(
+    trained: tuple[Path, Outcome, str], head: Head, data: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "mine.pt"
+    shutil.copyfile(trained[0] / "weights" / "best.pt", model)
+    options = ("epochs=40", "val_period=40", *SMALL, f"model={model}")
+    process = head.start("train", f"data={data}", f"project={tmp_path}", *options)
     run = tmp_path / "train"
     wait_for(lambda: steps_done(run) >= 2 or process.poll() is not None, 120, "two steps")
     process.send_signal(signal.SIGINT)
@@ -192,30 +163,15 @@ def test_ctrl_c_then_resume(head: Head, data: Path, tmp_path: Path) -> None:
     assert wrong.code == 2 and "another model" in wrong.stderr
     assert (run / "config.yaml").read_bytes() == record, "a refused resume leaves the run as it was"
     assert runs_of(tmp_path)[0].info.status == "KILLED"
+    model.unlink()
     again = head.run("train", f"resume={run}", f"epochs={epochs}")
     assert again.code == 0, again.stderr
     assert again.result["steps"] == epochs * 3 and again.result["run"] == str(run)
     (tracked,) = runs_of(tmp_path)
     assert tracked.info.status == "FINISHED"
-    assert any(event.get("text") == f"going on from step {step}" for event in events_of(run))
-
-
-def test_a_run_goes_on_when_its_weights_file_has_gone(
-    trained: tuple[Path, Outcome, str], head: Head, data: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "mine.pt"
-    shutil.copyfile(trained[0] / "weights" / "best.pt", model)
-    options = (*SMALL, "epochs=1", f"model={model}")
-    first = head.run("train", f"data={data}", f"project={tmp_path}", *options)
-    assert first.code == 0, first.stderr
-    model.unlink()
-    run = tmp_path / "train"
-    again = head.run("train", f"resume={run}", "epochs=2")
-    assert again.code == 0, again.stderr
-    assert again.result["steps"] == 6
     said = [event.get("text", "") for event in events_of(run)]
+    assert f"going on from step {step}" in said
     assert any(f"the architecture is that of {run}/model/mine.pt" in text for text in said)
-    assert "going on from step 3" in said
     assert any(text.startswith("train: 13 photos with") for text in said)
 
 
@@ -246,16 +202,6 @@ def test_ray_job_submit(head: Head, data: Path, tmp_path: Path) -> None:
     bad = submit("data=nowhere.yaml", *SMALL)
     assert bad.returncode != 0
     assert '"exit": 2' in bad.stdout
-
-
-def test_a_name_that_exists_gets_a_number(
-    head: Head, data: Path, trained: tuple[Path, Outcome, str]
-) -> None:
-    run, _, _ = trained
-    before = (run / "result.json").read_bytes()
-    outcome = head.run("train", f"data={data}", f"project={run.parent}", "epochs=1", *SMALL)
-    assert outcome.code == 0 and outcome.result["run"] == str(run.parent / "train2")
-    assert (run / "result.json").read_bytes() == before
 
 
 def test_batch_auto_needs_a_gpu(head: Head, data: Path, tmp_path: Path) -> None:
