@@ -126,7 +126,7 @@ def head() -> Iterator[Head]:
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(timeout=30)
+                process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
 
