@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import SETTINGS, SMALL, Head, Outcome
+from tests.stores import s3_server, upload, use_s3
 from tests.synthetic import make_dataset
 from yolo_ray.data.cache import cache_file
+from yolo_ray.data.packing import PackConfig, pack
 from yolo_ray.data.records import load_records
 from yolo_ray.data.room import CachePlace
 
@@ -28,30 +30,37 @@ import ray
 from yolo_ray.cluster.caching import cached, reading_of
 from yolo_ray.config.schema import AugmentConfig, PhotosConfig
 from yolo_ray.data.pipeline import StreamLimits, eval_photos, train_photos
-from yolo_ray.data.plan import Plan
+from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.records import load_records
 
-data, folder = sys.argv[1:]
+folder, *sources = sys.argv[1:]
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
-records = load_records(data, "train", max_bad=0)
-plan = Plan(records, seed=3, epochs=2, batch=5, imgsz=64, augment=AugmentConfig(close_mosaic=0))
-plan_handle, records_handle = ray.put(plan), ray.put(records)
 blur = [{"transform": "Blur", "p": 0.5}]
 
-def digest(cache, cpus):
-    total, warnings = hashlib.sha256(), []
+def digest(cache, cpus, *, source=sources[0], workers=1):
+    # of every sample, by step and slot, and of every photo of an evaluation
+    total, warnings, samples = hashlib.sha256(), [], {}
+    records = load_records(source, "train", max_bad=0)
+    plan = Plan(records, seed=3, epochs=2, batch=5, imgsz=64, augment=AugmentConfig(close_mosaic=0))
+    plan_handle, records_handle = ray.put(plan), ray.put(records)
     reading = reading_of(PhotosConfig(cache=cache, cache_dir=folder), 64, records)
     limits = StreamLimits(cpus, 1.0, 2**26, apart=cpus == 4)
     with cached(reading) as (reading, told):
-        for photos in train_photos(plan_handle, range(5), range(-7, 6), blur, reading, limits, warnings.append):
-            total.update(photos.ids.tobytes() + photos.photos.tobytes())
+        for slots in (slots_of(rank, workers, 5) for rank in range(workers)):
+            for photos in train_photos(plan_handle, slots, range(-7, 6), blur, reading, limits, warnings.append):
+                for slot, number, photo in zip(slots, photos.ids, photos.photos, strict=True):
+                    samples[photos.step, slot] = number.tobytes() + photo.tobytes()
         ids = np.arange(len(records))
         for ids, photos in eval_photos(records_handle, ids, reading, batch=4, limits=limits, warn=warnings.append):
             total.update(ids.tobytes() + photos.tobytes())
+    assert len(samples) == 13 * 5
+    for _, sample in sorted(samples.items()):
+        total.update(sample)
     return [cache, cpus, total.hexdigest(), told, warnings]
 
 rows = [digest(*case) for case in
         (("off", 1), ("off", 4), ("memory", 4), ("memory", 2), ("disk", 2), ("disk", 4), ("disk", 1))]
+others = [digest("off", 4, source=source) for source in sources[1:]] + [digest("off", 2, workers=4)]
 blocked = Path(folder) / "file"
 blocked.touch()
 folder = str(blocked)
@@ -62,21 +71,36 @@ def cached(reading):  # a node that joined later, which the driver never asked
     yield reading, []
 
 rows.append(digest("disk", 2))
-print(json.dumps(rows))
+print(json.dumps([rows, others]))
 """
 
 
-def test_pixels_of_the_stream_do_not_depend_on_the_cache(tmp_path: Path) -> None:
-    """Off, memory and disk, cold and warm, with one, two and four reading processes, augmented by the user's chain."""
+def test_samples_depend_on_nothing_but_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No cache, in memory, on disk, cold and warm; one, two and four tasks; four workers; a folder, a pack, a store."""
     data = make_dataset(tmp_path / "data", train=13, val=5, size=(64, 96))
+    pack(PackConfig(data=str(data), out=str(tmp_path / "pack")), lambda line: None)
     folder = tmp_path / "cache"
-    command = [sys.executable, "-c", STREAMS, str(data), str(folder)]
-    done = subprocess.run(
-        command, env={**os.environ, **SETTINGS}, cwd="/", text=True, capture_output=True, check=False
-    )  # fmt: skip
+    with s3_server() as endpoint:
+        loose = upload(endpoint, data.parent, "loose", bucket="loose-samples")
+        packed = upload(endpoint, tmp_path / "pack", "packed", bucket="packed-samples")
+        use_s3(monkeypatch, endpoint)
+        sources = (
+            data,
+            tmp_path / "pack" / "data.yaml",
+            f"{loose}/data.yaml",
+            f"{packed}/data.yaml",
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", STREAMS, str(folder), *map(str, sources)],
+            env={**os.environ, **SETTINGS}, cwd="/", text=True, capture_output=True, check=False,
+        )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])
-    assert len({digest for _, _, digest, _, _ in rows}) == 1
+    rows, others = json.loads(done.stdout.splitlines()[-1])
+    assert len(others) == 4
+    everything = rows + others
+    assert len({digest for _, _, digest, _, _ in everything}) == 1
     late = rows.pop()[-1]
     assert [warnings for *_, warnings in rows] == [[]] * len(rows)
     assert len(late) in (1, 2) and "cannot be used" in late[0], "once from each stream at most"
