@@ -113,7 +113,12 @@ def _blocks(
         zero_copy_batch=True,
         udf_modifying_row_count=False,
     )
-    return mapped.materialize().get_internal_block_refs()
+    # Ray keeps metrics and a log file for every dataset it has seen, for ever: 0.5 MiB a chunk in its actor and as much
+    # in its agent. So all chunks of a stream are one dataset to it.
+    owner = ray.get_runtime_context().get_worker_id()
+    cast(Any, mapped)._set_uuid(f"{type(task).__name__}-{owner}")
+    bundles = list(mapped.iter_internal_ref_bundles())
+    return [block for bundle in bundles for block in bundle.block_refs]
 
 
 class _Steward:
