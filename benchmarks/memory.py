@@ -3,15 +3,14 @@
     python benchmarks/memory.py --data PATH/data.yaml --batches 2000 --batch 8 --imgsz 640
 
 The cache is one file of the node's shared memory that processes read from, so none of them holds a part of it.
-``own_mib``: memory that is each process's alone, the median over the second half of the first tenth of the batches, and
-over the last tenth.
+``own_mib``: memory that is each process's alone, the least (between two blocks) during the second half of the
+first tenth of the batches, and of the last tenth.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from contextlib import suppress
@@ -91,7 +90,7 @@ def main(argv: list[str]) -> int:
 
 
 def _watched(handle: ray.ObjectRef, reading: Any, batches: range) -> dict[str, float]:
-    """Medians of what each process held in the second half of the time that two workers took for ``batches``."""
+    """The least that each process held in the second half of the time that two workers took for ``batches``."""
     waiting = [consume.remote([handle], rank, reading, batches) for rank in range(2)]
     samples: list[dict[str, float]] = []
     while waiting:
@@ -99,10 +98,7 @@ def _watched(handle: ray.ObjectRef, reading: Any, batches: range) -> dict[str, f
         samples.append(own_mib())
     samples = samples[len(samples) // 2 :]
     names = {name for sample in samples for name in sample}
-    return {
-        name: statistics.median([sample[name] for sample in samples if name in sample])
-        for name in names
-    }
+    return {name: min(sample[name] for sample in samples if name in sample) for name in names}
 
 
 if __name__ == "__main__":
