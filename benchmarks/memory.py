@@ -91,11 +91,12 @@ def main(argv: list[str]) -> int:
 
 def _watched(handle: ray.ObjectRef, reading: Any, batches: range) -> dict[str, float]:
     """The least that each process held in the second half of the time that two workers took for ``batches``."""
-    waiting = [consume.remote([handle], rank, reading, batches) for rank in range(2)]
+    waiting = streams = [consume.remote([handle], rank, reading, batches) for rank in range(2)]
     samples: list[dict[str, float]] = []
     while waiting:
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0.5)
         samples.append(own_mib())
+    assert sum(ray.get(streams)) > 0
     samples = samples[len(samples) // 2 :]
     names = {name for sample in samples for name in sample}
     return {name: min(sample[name] for sample in samples if name in sample) for name in names}

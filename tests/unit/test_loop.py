@@ -19,7 +19,7 @@ from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.step.graph import GraphedStep
 from yolo_ray.train.checkpoint import list_checkpoints, load_newest, restore_state
 from yolo_ray.train.events import EventLog
-from yolo_ray.train.loop import SUMMARY_FILE, Run, fit
+from yolo_ray.train.loop import LINE_LAG_STEPS, SUMMARY_FILE, Run, fit
 from yolo_ray.train.metrics import Curves, EvalResult
 from yolo_ray.train.report import NullTracker
 
@@ -95,9 +95,8 @@ class Case:
 
 @pytest.fixture
 def make(tiny_dataset: Callable[..., Path], tmp_path: Path) -> Callable[..., Case]:
-    records = load_records(tiny_dataset(train=8, size=64), "train", max_bad=0.0)
-
-    def case(*maps: float, **options: Any) -> Case:
+    def case(*maps: float, photos: int = 8, **options: Any) -> Case:
+        records = load_records(tiny_dataset(train=photos, size=64), "train", max_bad=0.0)
         (tmp_path / "run").mkdir()
         return Case(records, tmp_path / "run", list(maps), **options)
 
@@ -170,6 +169,40 @@ def test_a_stop_at_an_epochs_last_step_loses_no_evaluation(make: Callable[..., C
     assert case.evaluated == [2, 4] and sorted(case.notes.rows) == [1, 2]
     assert "train/box" not in case.notes.rows[2], "no losses are known after the resume"
     assert case.summary()["steps"] == 4 and case.summary()["best_epoch"] == 2
+
+
+def test_a_stop_within_an_epoch_loses_no_line(make: Callable[..., Case]) -> None:
+    """A line is written three steps late, and a stop request comes with it."""
+    case = make(0.1, photos=60)  # 15 steps
+    remember, stop = case.notes.metrics, case.folder / "stop"
+
+    def metrics(values: dict[str, float], *, step: int) -> None:
+        remember(values, step=step)
+        if step == 4:
+            assert case.progress.step == 4 + LINE_LAG_STEPS
+            stop.touch()  # so the next step asks, and its line comes three steps later
+
+    case.notes.metrics = metrics
+    with pytest.raises(StopRequested, match="stopped at step 11"):
+        fit(case.build())
+    assert case.notes.steps == list(range(1, 12))
+    assert [p.name for p in list_checkpoints(case.folder / "checkpoints")] == ["step_000000011.pt"]
+    stop.unlink()
+    fit(case.build())
+    assert case.notes.steps == list(range(1, 16)) and case.summary()["steps"] == 15
+    assert case.events("step")[-1]["eta_s"] == 0
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_disk_that_refuses_ends_the_run(make: Callable[..., Case], is_stopped: bool) -> None:
+    case = make(0.1)
+    run = case.build()
+    (case.folder / "checkpoints").write_text("a file in the way")
+    if is_stopped:
+        (case.folder / "stop").touch()
+    with pytest.raises(UserError, match="cannot be written"):
+        fit(run)
+    assert not (case.folder / SUMMARY_FILE).exists()
 
 
 def test_the_time_left_counts_from_the_resume(make: Callable[..., Case]) -> None:

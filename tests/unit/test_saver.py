@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,12 +49,28 @@ def test_what_follows_is_not_in_it(local: LocalRun, tmp_path: Path) -> None:
 
 def test_the_next_one_hears_that_the_disk_refused(local: LocalRun, tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file in the way")
-    saver = saver_in(tmp_path, local)
+    saver, gate = saver_in(tmp_path, local), threading.Event()
     saver.save(local.step, Progress(step=1))
+    saver._pool.submit(gate.wait)
     with pytest.raises(UserError, match="cannot be written"):
         saver.save(local.step, Progress(step=2))
-    saver.save(local.step, Progress(step=3))
-    with pytest.raises(UserError, match="cannot be written"):
-        saver.wait()
-    saver.wait()  # told once
+    (tmp_path / "checkpoints").unlink()
+    gate.set()
+    saver.wait()
     saver.close()
+    state, _ = load_newest(tmp_path / "checkpoints")
+    assert state is not None and state["progress"]["step"] == 2, "it was tried all the same"
+
+
+def test_who_only_checks_does_not_wait_for_the_end(local: LocalRun, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    saver, gate = saver_in(tmp_path, local), threading.Event()
+    saver.check()
+    saver._pool.submit(gate.wait)
+    saver.save(local.step, Progress(step=1))
+    saver.check()
+    gate.set()
+    saver.close()
+    with pytest.raises(UserError, match="cannot be written"):
+        saver.check()
+    saver.check()  # told once

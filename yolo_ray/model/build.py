@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Detector",
     "HeadOutput",
+    "blank_network",
     "build_detector",
     "known_models",
     "load_detector",
@@ -169,13 +170,16 @@ def save_weights(
     state_dict: Mapping[str, Tensor],
     train_args: Mapping[str, Any],
     extra: Mapping[str, Any] | None = None,
+    *,
+    blank: DetectionModel | None = None,
 ) -> None:
     """Write ``state_dict`` of ``detector`` as a file that ``ultralytics.YOLO`` opens, atomically.
 
     It holds a fresh float32 network of Ultralytics' classes only. ``train_args`` and ``extra``
-    (further entries of the file, never replacing its own) are plain values.
+    (further entries of the file, never replacing its own) are plain values. ``blank``: of
+    ``blank_network``, used again, since building one takes longer than writing it.
     """
-    yolo, net = _ultralytics(), _blank_network(detector)
+    yolo, net = _ultralytics(), blank or blank_network(detector)
     net.load_state_dict({name: tensor.detach().cpu() for name, tensor in state_dict.items()})
     entries = {
         **(extra or {}),
@@ -193,9 +197,8 @@ def save_weights(
     save_atomically(entries, Path(path))
 
 
-@functools.lru_cache(maxsize=1)
-def _blank_network(detector: Detector) -> DetectionModel:
-    """A network like the detector's, kept: building one takes longer than writing it."""
+def blank_network(detector: Detector) -> DetectionModel:
+    """A network of Ultralytics' classes with the shapes of the detector's; the random state is left alone."""
     architecture: Any = copy.deepcopy(detector.net.yaml)
     with torch.random.fork_rng(devices=[]):
         net = _new_network(architecture, detector.names)
@@ -326,6 +329,8 @@ def _match_class_branches(head: Any, source: Any) -> None:
         ):
             continue
         twin = copy.deepcopy(wanted).cpu().float()
+        for buffer in twin.buffers():  # the copy of a view of flat buffers brings all of them along
+            buffer.data = buffer.clone()
         desynchronise(twin)
         setattr(head, name, twin)
 

@@ -28,7 +28,7 @@ from yolo_ray.step.train_step import StepOptions, StepSums, TrainStep
 
 # cuDNN and Triton choose and compile kernels in these; none may do so in a capture. The last is timed.
 WARM_UP_STEPS = 3
-LATER_WARM_UP_STEPS = 1  # of a further graph: all but what depends on its box capacity is chosen
+LATER_WARM_UP_STEPS = 1  # where only the box capacity is new
 TIMED_REPLAYS = 2
 # torch.compile takes a minute or more for each shape: rarer ones are captured as they are.
 MAX_COMPILED = 4
@@ -153,8 +153,10 @@ class GraphedStep:
         is_rare = len(self._graphs) >= MAX_COMPILED
         try:
             with torch.compiler.set_stance("force_eager" if is_rare else "default"):
-                is_first = all(key[0] != other[0] for other in self._graphs)
-                steps = WARM_UP_STEPS if is_first else LATER_WARM_UP_STEPS
+                is_known = any((key[0], key[2]) == (side, act) for side, _, act in self._graphs)
+                # The first that is not compiled runs kernels that no other did.
+                is_known = is_known and len(self._graphs) != MAX_COMPILED
+                steps = LATER_WARM_UP_STEPS if is_known else WARM_UP_STEPS
                 eager_ms = self._warm_up(inputs, steps, update=key[2])
                 graph = self._capture(inputs, update=key[2])
         except (torch.OutOfMemoryError, _Full):

@@ -51,11 +51,9 @@ class Snapshot:
     def __init__(self, step: Step, progress: Progress) -> None:
         """Take it; what is enqueued later is not in it."""
         flat = step.flat
-        self._flat, self._optimizer, self._slots = (
-            flat,
-            step.options.optimizer,
-            step.optimizer.slots,
-        )
+        self._flat = flat
+        self._optimizer = step.options.optimizer
+        self._slots = step.optimizer.slots
         self._is_scaled = step.scale.is_active
         self._copy = HostCopy(
             {
@@ -76,17 +74,17 @@ class Snapshot:
             "version": VERSION,
             "model": _by_name(copies["model"], flat.views),
             "ema": _by_name(copies["ema"], flat.views),
-            "counters": copies["counters"].clone(),
+            "counters": copies["counters"],
             "optimizer": {
                 "name": self._optimizer,
                 "slots": {
-                    name: _by_name(slot, trained) if slot.ndim else slot.clone()
+                    name: _by_name(slot, trained) if slot.ndim else slot
                     for name, slot in slots.items()
                 },
             },
             "pending": _by_name(copies["pending"], trained),
             "skipped": int(copies["skipped"]),
-            "scale": copies["scale"].clone() if self._is_scaled else None,
+            "scale": copies["scale"] if self._is_scaled else None,
             "rng": self._rng,
             "progress": self._progress,
             "config": config,
@@ -226,6 +224,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def save_checkpoint(state: dict[str, Any], folder: Path, *, keep: int) -> Path:
     """Write ``step_<n>.pt`` and remove all but the newest ``keep``."""
     path = folder / f"step_{state['progress']['step']:09d}.pt"
+    for torn in folder.glob(".step_*.tmp"):  # of a worker that was killed while it wrote
+        torn.unlink(missing_ok=True)
     save_atomically(state, path)
     for old in list_checkpoints(folder)[:-keep]:
         old.unlink(missing_ok=True)

@@ -75,7 +75,7 @@ class Run:
 
     @property
     def stop_file(self) -> Path:
-        """Its existence asks the run to stop at the next step."""
+        """Its existence asks the run to stop a few steps after the next progress line."""
         return self.folder / STOP_FILE
 
 
@@ -87,11 +87,11 @@ def fit(run: Run) -> None:
         UserError: no gradient was finite for ten steps in a row, or the disk refuses.
     """
     loop = _Loop(run)
-    if loop.is_epoch_due():
-        loop.end_epoch(run.progress.step - 1)
-        loop.begin_epoch()
     batches = run.feed.batches(run.progress.step)
     with closing(loop.speedometer.meter), closing(loop.saver), closing(batches) as stream:
+        if loop.is_epoch_due():
+            loop.end_epoch(run.progress.step - 1)
+            loop.begin_epoch()
         for step, batch in () if loop.is_stale() else stream:
             loop.train_one(step, batch)
             if loop.is_epoch_due():
@@ -162,8 +162,7 @@ class _Loop:
         if last or (step + 1) % run.config.log_steps == 0:
             self.lines.append(_Line(step, step + 1 - self.last_logged, run.step.take_sums()))
             self.last_logged = step + 1
-        while self.lines and (last or self.lines[0].step <= step - LINE_LAG_STEPS):
-            self._log(self.lines.popleft())
+        self._write_lines(step if last else step - LINE_LAG_STEPS)
         every = run.config.checkpoint.save_steps
         if every and (step + 1) % every == 0 and not last:
             self._checkpoint()
@@ -175,7 +174,22 @@ class _Loop:
         ) % self.run.schedule.steps_per_epoch == 0:
             self.run.step.stop.fill_(float(self.run.stop_file.exists()))
 
-    def _log(self, line: _Line) -> None:
+    def _write_lines(self, due: int) -> None:
+        """The lines up to the step ``due``, and all of them if one says that the run was asked to stop."""
+        is_stopped = False
+        while self.lines and (is_stopped or self.lines[0].step <= due):
+            is_stopped |= self._log(self.lines.popleft())
+        if is_stopped:
+            self._checkpoint()
+            self.saver.wait()
+            run = self.run
+            raise StopRequested(
+                f"stopped at step {run.progress.step}; go on with: resume={run.folder}"
+            )
+
+    def _log(self, line: _Line) -> bool:
+        """Write a line; whether some rank had been asked to stop by then."""
+        self.saver.check()
         run, per_epoch, step = self.run, self.run.schedule.steps_per_epoch, line.step
         sums, lr, steps = line.sums.read(), run.schedule.at(step).lr, line.steps
         self.num_skipped = int(sums["all_skipped"])
@@ -187,8 +201,8 @@ class _Loop:
         self.losses += np.array([sums["box"], sums["cls"], sums["dfl"], 1.0]) * trained
         speed = self.speedometer.speed()
         run.progress.elapsed_s = time.perf_counter() - self.begin_time
-        done = step + 1 - self.first_step
-        remaining = run.schedule.epochs * per_epoch - (step + 1)
+        done = run.progress.step - self.first_step
+        remaining = run.schedule.epochs * per_epoch - run.progress.step
         since = time.perf_counter() - self.start_time
         run.events.write(
             "step",
@@ -204,12 +218,7 @@ class _Loop:
             | {"skipped_steps": float(self.num_skipped)},
             step=step + 1,
         )
-        if sums["stop"] > 0:
-            self._checkpoint()
-            self.saver.wait()
-            raise StopRequested(
-                f"stopped at step {run.progress.step}; go on with: resume={run.folder}"
-            )
+        return sums["stop"] > 0
 
     def _tell_cost(self) -> None:
         """Once: what the graph cost and when that is paid back."""
@@ -226,6 +235,7 @@ class _Loop:
         if not run.step.scale.is_active:  # float16 finds its scale by skipping a few steps
             least = min(least, max(2, run.schedule.steps_per_epoch))
         if self.skipped_in_a_row >= least:
+            self.saver.wait()
             raise UserError(
                 f"no gradient of the last {self.skipped_in_a_row} steps (to step {step + 1}) was finite: lower lr0 "
                 f"(now {lr:.3g}) or raise optim.warmup_epochs; the checkpoints in {run.checkpoints} are intact"

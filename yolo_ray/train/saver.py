@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from yolo_ray.config.schema import TrainConfig
-from yolo_ray.model.build import Detector, save_weights
+from yolo_ray.model.build import Detector, blank_network, save_weights
 from yolo_ray.model.saving import save_atomically
 from yolo_ray.step.graph import Step
 from yolo_ray.train.checkpoint import Progress, Snapshot, disk_explained, save_checkpoint
@@ -26,6 +26,7 @@ class Saver:
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="saver")
     )
     _writing: Future[None] | None = None
+    _blank: Any = None  # what the weights are written as; built before the thread needs it
 
     def save(
         self, step: Step, progress: Progress, *, epoch: int | None = None, is_best: bool = False
@@ -33,11 +34,24 @@ class Saver:
         """Begin to write a checkpoint of this moment and, after the ``epoch`` of that number, the weights.
 
         Raises:
-            UserError: the disk refused the save before.
+            UserError: the disk refused the save before; this one is tried all the same.
         """
-        self.wait()
-        snapshot = Snapshot(step, progress)
-        self._writing = self._pool.submit(self._write, snapshot, epoch, is_best)
+        try:
+            self.wait()
+        finally:
+            if epoch is not None and self._blank is None:
+                self._blank = blank_network(self.detector)
+            snapshot = Snapshot(step, progress)
+            self._writing = self._pool.submit(self._write, snapshot, epoch, is_best)
+
+    def check(self) -> None:
+        """Hear of a save that has ended, without waiting for one that has not.
+
+        Raises:
+            UserError: the disk refused.
+        """
+        if self._writing is not None and self._writing.done():
+            self.wait()
 
     def wait(self) -> None:
         """Until all is on the disk.
@@ -59,9 +73,10 @@ class Saver:
         with disk_explained(self.folder):
             if epoch is not None:
                 args = values | {"imgsz": self.config.imgsz, "task": "detect", "epoch": epoch}
+                weights = snapshot.weights()
                 for name in ("last.pt", "best.pt") if is_best else ("last.pt",):
                     path = self.folder / "weights" / name
-                    save_weights(path, self.detector, snapshot.weights(), args)
+                    save_weights(path, self.detector, weights, args, blank=self._blank)
             keep, folder = self.config.checkpoint.keep, self.folder / "checkpoints"
             path = save_checkpoint(state, folder, keep=keep)
             if is_best:
