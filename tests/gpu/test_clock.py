@@ -32,3 +32,18 @@ def test_a_host_that_runs_ahead_costs_nothing() -> None:
     torch.cuda.synchronize()
     clock.collect()
     assert clock.idle_ms > busy, "the device stood still"
+
+
+def test_a_step_that_still_runs_is_counted_later() -> None:
+    clock = StepClock(CUDA)
+    clock.begin()
+    clock.end()
+    torch.cuda.synchronize()
+    clock.begin()
+    torch.cuda._sleep(CYCLES)
+    clock.end()
+    clock.collect()
+    assert clock.steps == 1, "the device is in the second"
+    torch.cuda.synchronize()
+    clock.collect()
+    assert clock.steps == 2 and clock.busy_ms > 5

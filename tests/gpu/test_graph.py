@@ -35,6 +35,7 @@ from yolo_ray.step import graph
 from yolo_ray.step.graph import GraphedStep
 from yolo_ray.step.reduce import distributed_reduce
 from yolo_ray.step.train_step import TrainStep
+from yolo_ray.train.checkpoint import Progress, Snapshot
 
 pytestmark = pytest.mark.gpu
 
@@ -100,6 +101,24 @@ def test_a_changed_gain_takes_effect_in_the_next_replay(batches: list[Batch]) ->
     after = graphed.take_sums().read()
     assert after["box"] == pytest.approx(2 * before["box"], rel=2e-2)
     assert after["cls"] == pytest.approx(before["cls"], rel=2e-2)
+
+
+def test_what_is_taken_is_of_its_moment(batches: list[Batch]) -> None:
+    """Snapshot and sums are copied while the device is behind, and read after further replays."""
+    graphed = GraphedStep(make_step(), mode="require")
+    run(graphed, batches[0])
+    graphed.take_sums()
+    torch.cuda._sleep(50_000_000)  # some 30 ms
+    run(graphed, batches[1])
+    expected, losses = graphed.flat.state.clone(), graphed.step.sums.clone()
+    snapshot, sums = Snapshot(graphed, Progress(step=2)), graphed.take_sums()
+    for number in range(4):
+        run(graphed, batches[number])
+    state = snapshot.state({}, "digest")
+    for view in graphed.flat.views:
+        assert torch.equal(state["model"][view.name], view.of(expected).cpu()), view.name
+    assert sums.read()["box"] == losses[0].item() and state["progress"]["step"] == 2
+    assert not torch.equal(graphed.flat.state, expected)
 
 
 def test_dropout_draws_anew_in_every_replay(batches: list[Batch]) -> None:
