@@ -33,6 +33,7 @@ WORKER_ENV = {
     "YOLO_AUTOINSTALL": "false",
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS is deterministic only so
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_DATA_LOG_LEVEL": "WARNING",  # by default 50 KB of its log for each chunk of photos
 }
 
 
