@@ -224,7 +224,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def save_checkpoint(state: dict[str, Any], folder: Path, *, keep: int) -> Path:
     """Write ``step_<n>.pt`` and remove all but the newest ``keep``."""
     path = folder / f"step_{state['progress']['step']:09d}.pt"
-    for torn in folder.glob(".step_*.tmp"):  # of a worker that was killed while it wrote
+    for torn in folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
         torn.unlink(missing_ok=True)
     save_atomically(state, path)
     for old in list_checkpoints(folder)[:-keep]:
