@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -215,7 +215,10 @@ class GraphedStep:
         graph = torch.cuda.CUDAGraph()
         is_full = False
         try:
-            with self._capturing(graph):
+            # thread_local: the threads that read photos may go on allocating while this one captures.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 try:
                     self.step(inputs, update=update)
                 except torch.OutOfMemoryError:
@@ -227,19 +230,6 @@ class GraphedStep:
         if is_full:
             raise _Full
         return graph
-
-    @contextmanager
-    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """``torch.cuda.graph``, which would empty the caches of both memories before every capture, here: the first."""
-        if not self._graphs:
-            torch.cuda.empty_cache()
-        with torch.cuda.stream(self._stream):
-            # thread_local: the threads that read photos may go on allocating while this one captures.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                yield
-            finally:
-                graph.capture_end()
 
     def _out_of_memory(self, inputs: Batch, kept: _Snapshot) -> UserError:
         """What does not fit and what would."""
