@@ -28,10 +28,11 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from yolo_ray.augment.transforms import build_transform
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.batch import PhotoRing
-from yolo_ray.data.pipeline import StreamLimits, _train_photo, train_photos
+from yolo_ray.data.pipeline import StreamLimits, train_photos
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.reading import Reading, resized_photo
 from yolo_ray.data.records import load_records
+from yolo_ray.data.tasks import put_photo
 
 EPOCHS = 10_000  # more than any run here reaches
 Steps = Iterator[Any]  # uint8 [b,S,S,3] of one step after the other
@@ -44,7 +45,7 @@ def decode(plan: Plan, step: int) -> np.ndarray:
     photos = np.empty((plan.batch, plan.imgsz, plan.imgsz, 3), np.uint8)
     for out, image, seed in zip(photos, images.tolist(), seeds.tolist(), strict=True):
         photo = resized_photo(plan.records, image, Reading(plan.imgsz))
-        _train_photo(plan, image, photo, transform, seed, out)
+        put_photo(plan, image, photo, transform, seed, out)
     return photos
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tests.unit.test_device import SIDE, batch_of, in_pairs, make_scene
 from yolo_ray.augment.device import augment
 from yolo_ray.augment.fused import fused_images
+from yolo_ray.augment.images import resize_photo
 from yolo_ray.data.batch import Batch
 from yolo_ray.model import assign, fused_assign, fused_layers, fused_loss, loss
 from yolo_ray.model.boxes import boxes_from_distances, make_anchors
@@ -214,7 +215,25 @@ def assignment() -> None:
 
 
 FUSED = loss._fused_terms()
-CHECKS = {f.__name__: f for f in (pixels, norm, class_loss, box_terms, layers, assignment)}
+
+
+def resize() -> None:
+    from yolo_ray.augment.fused_resize import resize_photos
+
+    rng, side = np.random.default_rng(0), 32
+    for shape in ((32, 20), (9, 5), (61, 77), (40, 40), (100, 31), (31, 32)):
+        photo = rng.integers(0, 256, (*shape, 3), dtype=np.uint8)
+        resized = resize_photo(photo, side)
+        height, width = resized.shape[:2]
+        first = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        out = resize_photos([torch.from_numpy(first), torch.from_numpy(photo)], side)[1].numpy()
+        gap = np.abs(out[:height, :width].astype(int) - resized).max()
+        assert gap <= (0 if shape[0] == 32 or shape[1] == 32 else 1), (shape, gap)
+        assert (out[height:] == 114).all() and (out[:, width:] == 114).all()
+
+
+PARTS = (pixels, norm, class_loss, box_terms, layers, assignment, resize)
+CHECKS = {part.__name__: part for part in PARTS}
 
 if __name__ == "__main__":
     torch.manual_seed(0)

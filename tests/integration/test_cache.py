@@ -23,11 +23,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
 STREAMS = """
 import hashlib, json, sys
+from dataclasses import replace
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np
 import ray
 from yolo_ray.cluster.caching import cached, reading_of
+from yolo_ray.augment.images import decode_photo, resize_photo
 from yolo_ray.config.schema import AugmentConfig, PhotosConfig
 from yolo_ray.data.pipeline import StreamLimits, eval_photos, train_photos
 from yolo_ray.data.plan import Plan, slots_of
@@ -37,7 +39,14 @@ folder, *sources = sys.argv[1:]
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
 blur = [{"transform": "Blur", "p": 0.5}]
 
-def digest(cache, cpus, *, source=sources[0], workers=1):
+def decoded(photo):
+    # on the CPU what a device does with data.decode=gpu
+    pixels = resize_photo(decode_photo("", photo.data), 64) if photo.shape is None else photo.pixels()
+    square = np.full((64, 64, 3), 114, np.uint8)
+    square[: pixels.shape[0], : pixels.shape[1]] = pixels
+    return square
+
+def digest(cache, cpus, *, source=sources[0], workers=1, transforms=blur, encoded=False):
     # of every sample, by step and slot, and of every photo of an evaluation
     total, warnings, samples = hashlib.sha256(), [], {}
     records = load_records(source, "train", max_bad=0)
@@ -45,10 +54,11 @@ def digest(cache, cpus, *, source=sources[0], workers=1):
     plan_handle, records_handle = ray.put(plan), ray.put(records)
     reading = reading_of(PhotosConfig(cache=cache, cache_dir=folder), 64, records)
     limits = StreamLimits(cpus, 1.0, 2**26, apart=cpus == 4)
-    with cached(reading) as (reading, told):
+    with cached(replace(reading, encoded=encoded)) as (reading, told):
         for slots in (slots_of(rank, workers, 5) for rank in range(workers)):
-            for photos in train_photos(plan_handle, slots, range(-7, 6), blur, reading, limits, warnings.append):
+            for photos in train_photos(plan_handle, slots, range(-7, 6), transforms, reading, limits, warnings.append):
                 for slot, number, photo in zip(slots, photos.ids, photos.photos, strict=True):
+                    photo = decoded(photo) if encoded else photo
                     samples[photos.step, slot] = number.tobytes() + photo.tobytes()
         ids = np.arange(len(records))
         for ids, photos in eval_photos(records_handle, ids, reading, batch=4, limits=limits, warn=warnings.append):
@@ -61,6 +71,8 @@ def digest(cache, cpus, *, source=sources[0], workers=1):
 rows = [digest(*case) for case in
         (("off", 1), ("off", 4), ("memory", 4), ("memory", 2), ("disk", 2), ("disk", 4), ("disk", 1))]
 others = [digest("off", 4, source=source) for source in sources[1:]] + [digest("off", 2, workers=4)]
+plain = [digest("off", 2, transforms=False, source=source, encoded=way) for source, way in
+         ((sources[0], False), (sources[0], True), (sources[3], True))]
 blocked = Path(folder) / "file"
 blocked.touch()
 folder = str(blocked)
@@ -71,7 +83,7 @@ def cached(reading):  # a node that joined later, which the driver never asked
     yield reading, []
 
 rows.append(digest("disk", 2))
-print(json.dumps([rows, others]))
+print(json.dumps([rows, others, plain]))
 """
 
 
@@ -97,8 +109,9 @@ def test_samples_depend_on_nothing_but_the_plan(
             env={**os.environ, **SETTINGS}, cwd="/", text=True, capture_output=True, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    rows, others = json.loads(done.stdout.splitlines()[-1])
+    rows, others, plain = json.loads(done.stdout.splitlines()[-1])
     assert len(others) == 4
+    assert len({digest for _, _, digest, _, _ in plain}) == 1, "JPEGs for the device to decode"
     everything = rows + others
     assert len({digest for _, _, digest, _, _ in everything}) == 1
     late = rows.pop()[-1]

@@ -34,7 +34,7 @@ DOORS = {
     "ray.data": ("yolo_ray/data/pipeline.py",),
     "ray.train": ("yolo_ray/cluster/",),
     "ray.tune": ("yolo_ray/cluster/",),
-    "ray": ("yolo_ray/cluster/", "yolo_ray/data/pipeline.py"),
+    "ray": ("yolo_ray/cluster/", "yolo_ray/data/pipeline.py", "yolo_ray/data/tasks.py"),
     "mlflow": ("yolo_ray/track/",),
     "fsspec": ("yolo_ray/data/storage.py",),
     # What fsspec opens stores with; nobody but fsspec knows which is installed.

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    "part", ["pixels", "norm", "class_loss", "box_terms", "layers", "assignment"]
+    "part", ["pixels", "norm", "class_loss", "box_terms", "layers", "assignment", "resize"]
 )
 def test_kernels_equal_torch(part: str) -> None:
     """In a process of its own: the interpreter is chosen when the kernels are defined."""

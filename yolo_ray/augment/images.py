@@ -56,7 +56,7 @@ def size_in(path: str | Path, data: bytes) -> tuple[int, int]:
     check_complete(path, data)
     if data.startswith((JPEG_START, PNG_START)):
         return _header_size(path, io.BytesIO(data))
-    return _big_enough(path, *_decode(path, data).shape[:2])
+    return _big_enough(path, *decode_photo(path, data).shape[:2])
 
 
 def _header_size(path: str | Path, file: IO[bytes]) -> tuple[int, int]:
@@ -83,11 +83,28 @@ def read_photo(path: str | Path, reduce: int = 1) -> np.ndarray:
         data = read_bytes(path)
     except OSError as error:
         raise PhotoError(path, _os_reason(error)) from error
-    return _decode(path, data, reduce)
+    return decode_photo(path, data, reduce)
 
 
-def _decode(path: str | Path, data: bytes, reduce: int = 1) -> np.ndarray:
-    """``read_photo`` of bytes."""
+def read_jpeg(path: str | Path, size: tuple[int, int]) -> bytes | None:
+    """The bytes of a JPEG of (height, width) px, upright, in gray or YCbCr, which all decoders read alike.
+
+    None for any other photo: read that one with ``read_photo``. Raises PhotoError.
+    """
+    try:
+        data = read_bytes(path)
+        if not data.startswith(JPEG_START):
+            return None
+        check_complete(path, data)
+        with _open(path, io.BytesIO(data)) as image:
+            upright = image.size[:: 1 if _orientation(image) >= 5 else -1]
+            return data if image.mode in ("L", "RGB") and upright == tuple(size) else None
+    except OSError as error:
+        raise PhotoError(path, _os_reason(error)) from error
+
+
+def decode_photo(path: str | Path, data: bytes, reduce: int = 1) -> np.ndarray:
+    """``read_photo`` of bytes that are here already; ``path`` names them in errors."""
     try:
         check_complete(path, data)
         with _open(path, io.BytesIO(data)) as image:

@@ -92,6 +92,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
     config = absolute_paths(config)
     train_records, val_records = _load_data(config, judge_on(config.cluster, observer.counted))
     reading = reading_of(config.data, config.imgsz, train_records, val_records)
+    reading = replace(reading, encoded=config.data.decode == "gpu")
     config = resolve_batch(config, train_records)
     source = find_model(config)
     detector = build_detector(source, train_records.names, imgsz=config.imgsz, seed=config.seed)
@@ -164,11 +165,15 @@ def _check_resume(config: TrainConfig, plan: Plan, detector: Detector) -> None:
 
 def check_device(config: TrainConfig | EvaluateConfig, placement: Placement) -> None:
     """Refuse what only a GPU can do before anything is created."""
-    for name, value in (("precision", config.precision), ("graph.mode", config.graph.mode)):
-        if not placement.use_gpu and value in ("bf16", "fp16", "tf32", "require"):
+    options = {"precision": config.precision, "graph.mode": config.graph.mode}
+    if isinstance(config, TrainConfig):
+        options["data.decode"] = config.data.decode
+    for name, value in options.items():
+        if not placement.use_gpu and value in ("bf16", "fp16", "tf32", "require", "gpu"):
+            instead = "cpu" if value == "gpu" else "auto"
             raise UserError(
                 f"{name}={value} needs a GPU for each worker, and the cluster has none free for them: "
-                f"use {name}=auto, or add GPUs"
+                f"use {name}={instead}, or add GPUs"
             )
 
 

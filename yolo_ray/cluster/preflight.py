@@ -146,7 +146,7 @@ def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig) -> Placement
     cpus, data_cpus = shares
     each = data_cpus / workers
     store = sum(node.get("object_store_memory", 0.0) for node in nodes)
-    # Two chunks a worker then take a quarter of the store at most; the rest is for what else is in flight.
+    # Three chunks a worker then take three eighths of the store at most; the rest is for what else is in flight.
     chunk_bytes = int(min(max(store / (8 * workers), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
     return Placement(
         workers, use_gpu, cpus, max(1, int(cpus)),

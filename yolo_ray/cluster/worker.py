@@ -24,6 +24,7 @@ from yolo_ray.cluster.preflight import Placement
 from yolo_ray.config.load import RUN_CONFIG
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.batch import PhotoRing
+from yolo_ray.data.decoding import DeviceDecoder
 from yolo_ray.data.pipeline import eval_photos, start_readers, train_photos
 from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.reading import Reading
@@ -289,7 +290,8 @@ def _build_feed(job: Job, plan: Plan, here: Here) -> Feed:
     slots = slots_of(here.rank, here.workers, job.config.batch)
     ring = PhotoRing(len(slots), job.config.imgsz, plan.window, here.device)
     source = partial(_train_source, job, slots)
-    return Feed(plan, rank=here.rank, workers=here.workers, source=source, ring=ring)
+    decode = DeviceDecoder(job.config.imgsz, here.device) if job.reading.encoded else None
+    return Feed(plan, rank=here.rank, workers=here.workers, source=source, ring=ring, decode=decode)
 
 
 def _train_source(job: Job, slots: range, steps: range) -> Iterator[Any]:

@@ -10,58 +10,22 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
+from pydantic import BeforeValidator, Field, model_validator
+
+from yolo_ray.config.options import build, find_option, values_of
+from yolo_ray.config.section import (
+    AUTO_BATCH,
+    CacheKind,
+    Fraction,
+    Layer,
+    Name,
+    NonNegative,
+    Positive,
+    Precision,
+    Section,
+    batch_number,
+    cache_kind,
 )
-
-from yolo_ray.config.options import build, find_option, refuse_lookalikes, values_of
-
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-Name = Annotated[str, Field(min_length=1)]
-Precision = Literal["auto", "bf16", "fp16", "tf32", "fp32"]
-Layer = Annotated[int, Field(ge=0, strict=True)]  # strict: [true] is no layer
-AUTO_BATCH = -1  # what ``batch=auto`` is until a GPU was measured
-
-
-CacheKind = Literal["off", "memory", "disk"]
-# Ultralytics' spellings; YAML reads a bare `off` as false.
-_CACHE_KINDS = {False: "off", True: "memory", "ram": "memory"}
-
-
-def _cache_kind(value: Any) -> Any:
-    value = value.lower() if isinstance(value, str) else value
-    return _CACHE_KINDS.get(value, value) if isinstance(value, bool | str) else value
-
-
-def _batch_number(value: Any) -> Any:
-    if value == "auto":
-        return AUTO_BATCH
-    if value == 0 and not isinstance(value, bool):
-        raise ValueError("expected a whole number >= 1, or auto")
-    return value
-
-
-class Section(BaseModel):
-    """Frozen; unknown keys, infinite numbers, ``true`` as a number or ``1`` as a switch fail."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_lookalike(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool | int | float) and info.field_name:
-            refuse_lookalikes(cls, info.field_name, value)
-        return value
 
 
 class PhotosConfig(Section):
@@ -76,7 +40,7 @@ class PhotosConfig(Section):
     )
     cache: Annotated[
         CacheKind,
-        BeforeValidator(_cache_kind, json_schema_input_type=bool | Literal["ram"] | CacheKind),
+        BeforeValidator(cache_kind, json_schema_input_type=bool | Literal["ram"] | CacheKind),
     ] = Field(
         default="off",
         description="keep resized photos on each node: memory (also true, ram), disk, or off",
@@ -94,6 +58,9 @@ class PhotosConfig(Section):
 class DataConfig(PhotosConfig):
     """Training's photos."""
 
+    decode: Literal["cpu", "gpu"] = Field(
+        default="cpu", description="where JPEGs are decoded; gpu: by nvImageCodec, for few CPUs"
+    )
     log_samples: bool = Field(
         default=False, description="write the photo ids of every step to samples/rank_<r>.csv"
     )
@@ -317,7 +284,7 @@ class TrainConfig(Configuration):
     epochs: Annotated[int, Field(ge=1)] = Field(
         default=100, description="times that every photo is seen"
     )
-    batch: Annotated[int, BeforeValidator(_batch_number), Field(ge=AUTO_BATCH)] = Field(
+    batch: Annotated[int, BeforeValidator(batch_number), Field(ge=AUTO_BATCH)] = Field(
         default=16,
         description="photos of one step over ALL workers; auto (or -1): as many as the GPUs hold",
     )
@@ -370,6 +337,8 @@ class TrainConfig(Configuration):
                 f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
                 "so a worker would have no photo; raise batch or lower cluster.workers"
             )
+        if self.data.decode == "gpu":
+            self._can_decode_on_gpu()
         if self.micro_batch and self.batch % self.cluster.workers:
             # Each part is a collective of batch norm: all workers need the same number of parts.
             raise ValueError(
@@ -377,6 +346,18 @@ class TrainConfig(Configuration):
                 "which micro_batch needs; change batch, or leave micro_batch out"
             )
         return self
+
+    def _can_decode_on_gpu(self) -> None:
+        others = {
+            "data.cache": self.data.cache != "off",
+            "data.fast_decode": self.data.fast_decode,
+            "augment.albumentations": bool(self.augment.albumentations),
+        }
+        for name in (name for name, used in others.items() if used):
+            raise ValueError(
+                f"data.decode=gpu leaves no decoded photo on the CPU, which {name} needs; "
+                f"use data.decode=cpu, or leave out {name}"
+            )
 
 
 class EvaluateConfig(Configuration):

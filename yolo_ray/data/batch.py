@@ -71,6 +71,22 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
     return replace(batch, **parts, **truth)
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A photo that the device shall decode: the bytes of a JPEG, or resized pixels where it is none.
+
+    ``shape``: (height, width) of the pixels; None: a JPEG.
+    """
+
+    data: bytes
+    shape: tuple[int, int] | None = None
+
+    def pixels(self) -> np.ndarray:
+        """uint8 [h,w,3], the caller's own."""
+        assert self.shape is not None
+        return np.frombuffer(self.data, np.uint8).reshape(*self.shape, 3).copy()
+
+
 class PhotoRing:
     """The photos of this worker's rows in the last W + 2 steps: W in use, 2 for read-ahead."""
 
@@ -91,7 +107,7 @@ class PhotoRing:
         return source if self._lane is None else source.pin_memory()
 
     def put(self, step: int, photos: np.ndarray | Tensor) -> None:
-        """Store one step's photos, uint8 [b,S,S,3] RGB with the resized photo at the top left.
+        """Store one step's photos, uint8 [b,S,S,3] RGB with the resized photo at the top left, from host or device.
 
         On a GPU the copy runs beside the training steps that are still waiting there. Steps are put in
         order, and at most two ahead of the last ``batch``.
@@ -162,15 +178,17 @@ class _CopyLane:
 
     def copy(self, target: Tensor, source: Tensor, *, after: int) -> None:
         """Copy photos [b,S,S,3] to ``target`` [b,3,S,S] once the work before batch ``after`` ran."""
-        pinned = source if source.is_pinned() else source.pin_memory()
+        ready = source if source.is_cuda or source.is_pinned() else source.pin_memory()
         if after in self.joined:
             self.stream.wait_event(self.joined[after])
         self.joined = {step: event for step, event in self.joined.items() if step > after}
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self.stream):
             begin.record()
-            target.copy_(pinned.to(self.device, non_blocking=True).permute(0, 3, 1, 2))
+            target.copy_(ready.to(self.device, non_blocking=True).permute(0, 3, 1, 2))
             end.record()
+        if source.is_cuda:
+            source.record_stream(self.stream)
         self.timed.append((begin, end))
         self.arrived.record(self.stream)
 

@@ -4,18 +4,19 @@ Every worker streams its own slots: datasets of row numbers, in blocks of steps,
 decode on any node of the cluster. Nothing is split by Ray, so no row is ever dropped or moved to another worker, and a
 restart at step k is a dataset that starts at k.
 
-The stream comes in bounded chunks that are materialised one ahead of the one being used. A single long dataset would
-be simpler, but Ray's executor spins at full speed in the worker's process while the consumer is the slower side
+The stream comes in bounded chunks that are materialised ahead of the one being used. A single long dataset would be
+simpler, but Ray's executor spins at full speed in the worker's process while the consumer is the slower side
 (measured: a whole core, and the interpreter lock, taken from training).
 """
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -26,18 +27,15 @@ from ray.data._internal.execution.resource_manager import ResourceManager
 from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from yolo_ray.augment.images import letterbox
-from yolo_ray.augment.transforms import Transform, build_transform
-from yolo_ray.data.batch import GRAY, KeptBoxes
+from yolo_ray.data.batch import Encoded, KeptBoxes
 from yolo_ray.data.plan import Plan
-from yolo_ray.data.reading import Reading, new_trouble, resized_photo
-from yolo_ray.data.records import Records
+from yolo_ray.data.reading import Reading
+from yolo_ray.data.tasks import Columns, EvalTask, Reported, TrainTask, encoded_photos, get_ready
 from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
 FIRST_CHUNK_STEPS = 12
-# A process that is ready waits as long, so that each of the tasks starts one of its own.
-READY_S = 1.0
+STEWARDS = 2  # processes that each compute a chunk for a worker with a GPU
 # Ray spends some 15 ms of the process that runs it on a block, whatever is in it, and splits one above 128 MiB.
 BLOCK_BYTES = 96 * 2**20
 
@@ -45,7 +43,6 @@ BLOCK_BYTES = 96 * 2**20
 # longer than the other CPUs need for a whole chunk. What it looks at is a value in its own process.
 cast(Any, ResourceManager).GLOBAL_LIMITS_UPDATE_INTERVAL_S = 0.02
 
-Columns = dict[str, np.ndarray]
 Warn = Callable[[str], None]
 TaskOf = Callable[[range], Callable[[Columns], Columns]]  # the task that decodes a chunk of steps
 
@@ -56,10 +53,15 @@ class StreamLimits:
 
     cpus: float  # of all its concurrent tasks together
     task_cpus: float  # of one task
-    chunk_bytes: int  # of the object store, by one chunk of photos; two are there at a time
-    # Ray Data's own work is done in a process beside the worker's: the thread that launches a GPU's steps would share
+    chunk_bytes: int  # of the object store, by one chunk of photos: one in use and ``ahead``
+    # Ray Data's own work is done in processes beside the worker's: the thread that launches a GPU's steps would share
     # the interpreter with it, and took 13 to 15 ms for a step instead of 9 to 11.
     apart: bool = False
+
+    @property
+    def ahead(self) -> int:
+        """Chunks that are decoded at a time: as one begins or ends CPUs are idle, too long for a GPU."""
+        return STEWARDS if self.apart else 1
 
     @property
     def tasks(self) -> int:
@@ -75,20 +77,16 @@ class StreamLimits:
 class StepPhotos:
     """This worker's rows of one step: ids int64 [b], photos uint8 [b,S,S,3] at the top left, moved boxes by slot.
 
+    With ``Reading.encoded`` the photos are b ``Encoded`` ones.
+
     ``read_ms`` is what they took of the CPU that read them.
     """
 
     step: int
     ids: np.ndarray
-    photos: np.ndarray
+    photos: np.ndarray | tuple[Encoded, ...]
     kept: KeptBoxes
     read_ms: float
-
-
-@lru_cache(maxsize=4)
-def _fetch(handle: ray.ObjectRef) -> Any:
-    """The object once per worker process, not once per task."""
-    return ray.get(handle)
 
 
 def _blocks(
@@ -107,7 +105,7 @@ def _blocks(
         cpu=limits.cpus
     )
     mapped = dataset.map_batches(
-        cast(Any, _Reported(task)),
+        cast(Any, Reported(task)),
         batch_size=block,
         num_cpus=limits.task_cpus,
         zero_copy_batch=True,
@@ -131,8 +129,8 @@ class _Steward:
         return _blocks(rows, block, limits, task)
 
 
-@lru_cache(maxsize=1)
-def _steward() -> Any:
+@lru_cache(maxsize=STEWARDS)
+def _steward(number: int) -> Any:
     """This process's own, on its node, for as long as it lives; a training and an evaluation stream may share it."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return (
@@ -143,45 +141,21 @@ def _steward() -> Any:
 
 
 def _blocks_apart(
-    rows: int, block: int, limits: StreamLimits, task: Callable[[Columns], Columns]
+    number: int, rows: int, block: int, limits: StreamLimits, task: Callable[[Columns], Columns]
 ) -> list[Any]:
-    """As ``_blocks``, in the steward's process."""
-    return ray.get(_steward().blocks.remote(rows, block, limits, task))
+    """As ``_blocks``, in the process of the steward ``number``."""
+    return ray.get(_steward(number).blocks.remote(rows, block, limits, task))
 
 
 def start_readers(limits: StreamLimits, albumentations: Any) -> None:
     """Begin to start the processes that read photos, which takes seconds: meanwhile the caller builds its model."""
-    task = ray.remote(_get_ready).options(
+    task = ray.remote(get_ready).options(
         num_cpus=limits.task_cpus, scheduling_strategy="SPREAD", max_retries=0
     )
     for _ in range(limits.tasks):
         task.remote(albumentations)
-    if limits.apart:
-        _steward()
-
-
-def _get_ready(albumentations: Any) -> None:
-    _transform(repr(albumentations), albumentations)
-    time.sleep(READY_S)
-
-
-class _Reported:
-    """A task whose UserError travels as data: Ray keeps only the text of an exception's causes.
-
-    So does a sentence for the user about the process it ran in.
-    """
-
-    def __init__(self, task: Callable[[Columns], Columns]) -> None:
-        self.task = task
-
-    def __call__(self, rows: Columns) -> Columns:
-        try:
-            columns = self.task(rows)
-            if trouble := new_trouble():
-                columns["trouble"] = np.full(len(rows["id"]), trouble)
-            return columns
-        except UserError as mistake:
-            return {"id": rows["id"], "mistake": np.full(len(rows["id"]), str(mistake))}
+    for number in range(limits.ahead if limits.apart else 0):
+        _steward(number)
 
 
 def _batches(blocks: list[Any], batch: int, warn: Warn) -> Iterator[Columns]:
@@ -223,22 +197,25 @@ def _chunks(steps: range, longest: int) -> Iterator[range]:
 def _stream(
     steps: range, batch: int, step_bytes: int, limits: StreamLimits, task_of: TaskOf, warn: Warn
 ) -> Iterator[tuple[int, Columns]]:
-    """``(step, columns of batch rows)``; while one chunk of steps is used, the next is decoded."""
+    """``(step, columns of batch rows)``; while one chunk of steps is used, the next ones are decoded."""
     warn = _once(warn)
 
-    def decode(chunk: range) -> list[Any]:
+    def decode(number: int, chunk: range) -> list[Any]:
         block = limits.steps_per_block(len(chunk), step_bytes) * batch
-        compute = _blocks_apart if limits.apart else _blocks
+        compute = partial(_blocks_apart, number % STEWARDS) if limits.apart else _blocks
         return compute(len(chunk) * batch, block, limits, task_of(chunk))
 
     chunks = _chunks(steps, max(1, limits.chunk_bytes // step_bytes))
-    with ThreadPoolExecutor(1, thread_name_prefix="chunk") as pool:
-        chunk = next(chunks, None)
-        ahead = pool.submit(decode, chunk) if chunk is not None else None
-        while chunk is not None and ahead is not None:
-            blocks, now, chunk = ahead.result(), chunk, next(chunks, None)
-            ahead = pool.submit(decode, chunk) if chunk is not None else None
-            yield from zip(now, _batches(blocks, batch, warn), strict=True)
+    with ThreadPoolExecutor(limits.ahead, thread_name_prefix="chunk") as pool:
+        coming = (
+            (chunk, pool.submit(decode, number, chunk)) for number, chunk in enumerate(chunks)
+        )
+        ahead = deque(islice(coming, limits.ahead))
+        while ahead:
+            chunk, decoded = ahead.popleft()
+            blocks = decoded.result()
+            ahead.extend(islice(coming, 1))
+            yield from zip(chunk, _batches(blocks, batch, warn), strict=True)
 
 
 def _once(warn: Warn) -> Warn:
@@ -251,72 +228,6 @@ def _once(warn: Warn) -> Warn:
             warn(text)
 
     return tell
-
-
-class _TrainTask:
-    """Row numbers of one step -> its photos. Pickled small: the plan travels once, through the object store."""
-
-    def __init__(
-        self,
-        plan: ray.ObjectRef,
-        slots: range,
-        first_step: int,
-        albumentations: Any,
-        reading: Reading,
-    ) -> None:
-        self.plan, self.slots, self.first_step = plan, slots, first_step
-        self.albumentations, self.reading = albumentations, reading
-
-    def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        plan: Plan = _fetch(self.plan)
-        begin = time.perf_counter()
-        transform = _transform(repr(self.albumentations), self.albumentations)
-        steps, places = np.divmod(rows["id"], len(self.slots))
-        steps, slots = self.first_step + steps, self.slots.start + places
-        ids = np.empty(len(steps), np.int64)
-        # Each photo is written where it will be read: on many cores copies cost more than decoding.
-        photos = np.empty((len(steps), plan.imgsz, plan.imgsz, 3), np.uint8)
-        boxes, planned = [], {step: plan.images_at(step) for step in np.unique(steps).tolist()}
-        for row, (step, slot) in enumerate(zip(steps.tolist(), slots.tolist(), strict=True)):
-            images, _, seeds = planned[step]
-            ids[row] = index = int(images[slot])
-            photo = resized_photo(plan.records, index, self.reading)
-            boxes.append(_train_photo(plan, index, photo, transform, int(seeds[slot]), photos[row]))
-        columns = {"id": ids, "photo": photos, "step": steps, "slot": slots}
-        if transform.moves_boxes:
-            columns["boxes"] = _ragged(boxes)
-        mean_ms = 1000 * (time.perf_counter() - begin) / len(ids)
-        return columns | {"read_ms": np.full(len(ids), mean_ms)}
-
-
-def _ragged(parts: list[np.ndarray]) -> np.ndarray:
-    column = np.empty(len(parts), dtype=object)
-    column[:] = parts
-    return column
-
-
-_TRANSFORMS: dict[str, Transform] = {}
-
-
-def _transform(key: str, option: Any) -> Transform:
-    if (
-        key not in _TRANSFORMS
-    ):  # building a chain costs more than running it; a task process keeps it
-        _TRANSFORMS[key] = build_transform(option)
-    return _TRANSFORMS[key]
-
-
-def _train_photo(
-    plan: Plan, index: int, photo: np.ndarray, transform: Transform, seed: int, out: np.ndarray
-) -> np.ndarray:
-    """The user's augmentation of a resized photo, put into ``out`` uint8 [S,S,3]; its boxes float32 [k,5]."""
-    boxes, classes = plan.records.boxes_of(index)
-    photo, boxes, keep = transform(photo, boxes, classes, seed)
-    height, width = photo.shape[:2]
-    out[:height, :width] = photo
-    out[height:] = GRAY
-    out[:height, width:] = GRAY
-    return np.column_stack([boxes, classes[keep]]).astype(np.float32)
 
 
 def train_photos(
@@ -334,10 +245,13 @@ def train_photos(
     """
     plan: Plan = ray.get(plan_handle)
 
-    def task_of(chunk: range) -> _TrainTask:
-        return _TrainTask(plan_handle, slots, chunk.start, albumentations, reading)
+    def task_of(chunk: range) -> TrainTask:
+        return TrainTask(plan_handle, slots, chunk.start, albumentations, reading)
 
-    step_bytes = len(slots) * 3 * plan.imgsz**2
+    photo_bytes = 3 * plan.imgsz**2
+    if reading.encoded:
+        photo_bytes = 1 + int(np.mean(plan.records.num_bytes))
+    step_bytes = len(slots) * photo_bytes
     for step, columns in _stream(steps, len(slots), step_bytes, limits, task_of, warn):
         yield _step_photos(step, slots, columns)
 
@@ -350,26 +264,8 @@ def _step_photos(step: int, slots: range, columns: Columns) -> StepPhotos:
             (step, slot): (rows[:, :4], rows[:, 4].astype(np.int64))
             for slot, rows in zip(slots, columns["boxes"], strict=True)
         }
-    return StepPhotos(step, columns["id"], columns["photo"], kept, float(columns["read_ms"].sum()))
-
-
-class _EvalTask:
-    """Row numbers of one evaluation batch -> letterboxed photos; ids beyond the list are gray padding."""
-
-    def __init__(self, records: ray.ObjectRef, ids: np.ndarray, reading: Reading) -> None:
-        self.records, self.ids, self.reading = records, ids, reading
-
-    def __call__(self, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        records: Records = _fetch(self.records)
-        imgsz = self.reading.imgsz
-        photos = np.full((len(rows["id"]), imgsz, imgsz, 3), 114, dtype=np.uint8)
-        ids = np.full(len(rows["id"]), -1, dtype=np.int64)
-        for place, number in enumerate(rows["id"].tolist()):
-            if number < len(self.ids):
-                ids[place] = self.ids[number]
-                photo = resized_photo(records, int(ids[place]), self.reading)
-                photos[place], _ = letterbox(photo, imgsz)  # only pads: the photo has its size
-        return {"id": ids, "photo": photos}
+    photos = columns["photo"] if "photo" in columns else encoded_photos(columns)
+    return StepPhotos(step, columns["id"], photos, kept, float(columns["read_ms"].sum()))
 
 
 def eval_photos(
@@ -384,8 +280,8 @@ def eval_photos(
     """``(ids [batch], photos uint8 [batch,S,S,3])``; the last batch is padded with id -1. No ids, no batches."""
     steps = range(-(-len(ids) // batch))
 
-    def task_of(chunk: range) -> _EvalTask:
-        return _EvalTask(records_handle, ids[chunk.start * batch : chunk.stop * batch], reading)
+    def task_of(chunk: range) -> EvalTask:
+        return EvalTask(records_handle, ids[chunk.start * batch : chunk.stop * batch], reading)
 
     step_bytes = batch * 3 * reading.imgsz**2
     for _, columns in _stream(steps, batch, step_bytes, limits, task_of, warn):

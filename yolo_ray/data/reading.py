@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from yolo_ray.augment.images import PhotoError, read_photo, resize_photo, resized_size
+from yolo_ray.augment.images import PhotoError, read_jpeg, read_photo, resize_photo, resized_size
+from yolo_ray.data.batch import Encoded
 from yolo_ray.data.cache import PhotoCache, cache_file, stamp_of
 from yolo_ray.data.records import Records
 from yolo_ray.data.room import CachePlace, make_room
@@ -24,12 +25,14 @@ class Reading:
         fast_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size where that still covers the resized photo.
         cache: where resized photos are kept on every node; None: nowhere.
         refused: names of hosts that have no room for it, which the user knows.
+        encoded: training's JPEGs are given out as they are, for the device to decode.
     """
 
     imgsz: int
     fast_decode: bool = False
     cache: CachePlace | None = None
     refused: tuple[str, ...] = ()
+    encoded: bool = False
 
 
 def resized_photo(records: Records, index: int, reading: Reading) -> np.ndarray:
@@ -47,6 +50,24 @@ def resized_photo(records: Records, index: int, reading: Reading) -> np.ndarray:
         photo = _decode(records, index, reading)
         cache.put(index, stamp, photo)
     return photo
+
+
+def encoded_photo(records: Records, index: int, reading: Reading) -> Encoded:
+    """Photo ``index`` for the device to decode.
+
+    Raises:
+        UserError: it can no longer be read.
+    """
+    height, width = (int(side) for side in records.sizes[index])
+    use_access(records.access)
+    try:
+        data = read_jpeg(str(records.paths[index]), (height, width))
+    except PhotoError as error:
+        raise _gone(error) from error
+    if data is not None:
+        return Encoded(data)
+    photo = _decode(records, index, reading)
+    return Encoded(photo.tobytes(), photo.shape[:2])
 
 
 def new_trouble() -> str:
@@ -77,9 +98,13 @@ def _decode(records: Records, index: int, reading: Reading) -> np.ndarray:
             photo = read_photo(path)
         return resize_photo(photo, reading.imgsz)
     except PhotoError as error:
-        raise UserError(
-            f"{error}: it could be read when the run began; put it back, or take it out of the data set"
-        ) from error
+        raise _gone(error) from error
+
+
+def _gone(error: PhotoError) -> UserError:
+    return UserError(
+        f"{error}: it could be read when the run began; put it back, or take it out of the data set"
+    )
 
 
 class _Opened:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from yolo_ray.data.batch import Batch, KeptBoxes, PhotoRing
+from yolo_ray.data.batch import Batch, Encoded, KeptBoxes, PhotoRing
 from yolo_ray.data.plan import Plan, slots_of
 
 QUEUE_STEPS = 4
@@ -34,8 +34,8 @@ class StepPhotosLike(Protocol):
         ...
 
     @property
-    def photos(self) -> np.ndarray:
-        """uint8 [b,S,S,3], the resized photo at the top left."""
+    def photos(self) -> np.ndarray | tuple[Encoded, ...]:
+        """uint8 [b,S,S,3], the resized photo at the top left; or b photos for ``Feed``'s decoder."""
         ...
 
     @property
@@ -49,6 +49,7 @@ class StepPhotosLike(Protocol):
         ...
 
 
+Decode = Callable[[tuple[Encoded, ...]], Tensor]
 PhotoSource = Callable[[range], Iterator[StepPhotosLike]]
 _Staged = tuple[StepPhotosLike, Tensor]  # the latter: its photos, ready to be copied to the device
 
@@ -62,9 +63,18 @@ class Feed:
     """
 
     def __init__(
-        self, plan: Plan, *, rank: int, workers: int, source: PhotoSource, ring: PhotoRing
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        workers: int,
+        source: PhotoSource,
+        ring: PhotoRing,
+        decode: Decode | None = None,
     ) -> None:
+        """``decode``: what turns photos that come encoded into uint8 [b,S,S,3] on the device."""
         self.plan, self.workers, self.source, self.ring = plan, workers, source, ring
+        self.decode = decode
         self.slots = slots_of(rank, workers, plan.batch)
         self.ids = np.empty(0, dtype=np.int64)
         self.restart()
@@ -106,7 +116,11 @@ class Feed:
     def _staged(self, steps: range) -> Iterator[_Staged]:
         # In the thread that pulls: copying a batch into pinned memory takes longer than launching a step.
         for photos in self.source(steps):
-            yield photos, self.ring.stage(photos.photos)
+            if isinstance(photos.photos, tuple):
+                assert self.decode is not None, "encoded photos and no decoder"
+                yield photos, self.decode(photos.photos)
+            else:
+                yield photos, self.ring.stage(photos.photos)
 
     def _batch(self, step: int, kept: KeptBoxes) -> Batch:
         planned = self.plan.at(step, kept or None)
