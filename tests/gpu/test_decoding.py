@@ -30,14 +30,14 @@ def make_scene(height: int, width: int, seed: int) -> np.ndarray:
 
 
 def save(folder: Path) -> list[Path]:
-    """Upscaled, exact, large, tall, gray, turned by EXIF, progressive, and no JPEG at all."""
-    sizes = [(120, 160), (240, 320), (900, 1300), (640, 200), (480, 640), (301, 487), (333, 222)]
+    """Upscaled, exact, large, tall, chroma in full, turned by EXIF, gray."""
+    sizes = [(120, 160), (240, 320), (900, 1300), (640, 200), (480, 640), (301, 487)]
     photos = [Image.fromarray(make_scene(*size, seed)) for seed, size in enumerate(sizes)]
     paths = [folder / f"{number}.jpg" for number in range(len(photos))]
     exif = Image.Exif()
     exif[0x0112] = 6
     kinds: list[dict[str, object]] = [{}, {}, {"quality": 95}, {}, {"subsampling": 0}]
-    kinds += [{"exif": exif}, {"progressive": True}]
+    kinds += [{"exif": exif}]
     for path, photo, kind in zip(paths, photos, kinds, strict=True):
         photo.save(path, **kind)  # pyright: ignore[reportArgumentType]
     photos[0].convert("L").save(folder / "gray.jpg")
@@ -47,7 +47,6 @@ def save(folder: Path) -> list[Path]:
 def test_pixels_are_those_of_the_cpu(tmp_path: Path) -> None:
     pytest.importorskip("nvidia.nvimgcodec")
     paths = save(tmp_path)
-    expected = [resize_photo(read_photo(path), SIDE) for path in paths]
     own = np.random.default_rng(0).integers(0, 256, (200, SIDE, 3), dtype=np.uint8)
     damaged = paths[1].read_bytes()
     damaged = damaged[: len(damaged) // 2] + damaged[-2:]
@@ -56,7 +55,8 @@ def test_pixels_are_those_of_the_cpu(tmp_path: Path) -> None:
     decode = DeviceDecoder(SIDE, CUDA)
     out = decode(encoded).cpu().numpy()
     assert (out == decode(encoded).cpu().numpy())[:-1].all()
-    for path, photo, square in zip(paths, expected, out, strict=False):
+    for path, square in zip(paths, out, strict=False):
+        photo = resize_photo(read_photo(path), SIDE)
         height, width = photo.shape[:2]
         gap = np.abs(square[:height, :width].astype(int) - photo)
         print(f"{path.name}: largest {gap.max()}, mean {gap.mean():.4f}")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from yolo_ray.augment.images import (
     PhotoError,
     letterbox,
     photo_size,
+    read_jpeg,
     read_photo,
     resize_photo,
     resized_size,
@@ -332,3 +334,25 @@ def test_a_transform_that_fails_is_named() -> None:
     crop = build_transform(({"transform": "RandomCrop", "height": 500, "width": 500, "p": 1.0},))
     with pytest.raises(UserError, match="RandomCrop failed on a photo of 64x48"):
         crop(smooth_photo(), BOXES, CLASSES, 0)
+
+
+def test_jpegs_for_a_device_are_plain_upright_and_of_their_size(tmp_path: Path) -> None:
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    kinds: dict[str, dict[str, Any]] = {
+        "plain.jpg": {}, "turned.jpg": {"exif": exif}, "progressive.jpg": {"progressive": True}, "x.png": {}
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        photo.save(tmp_path / name, **kind)
+    photo.convert("L").save(tmp_path / "gray.jpg")
+    photo.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    sizes = {name: (30, 50) for name in (*kinds, "gray.jpg", "cmyk.jpg")} | {"turned.jpg": (50, 30)}
+    found = {name: read_jpeg(tmp_path / name, size) for name, size in sizes.items()}
+    for name in ("plain.jpg", "turned.jpg", "gray.jpg"):
+        assert found.pop(name) == (tmp_path / name).read_bytes()
+    assert set(found.values()) == {None}
+    assert read_jpeg(tmp_path / "plain.jpg", (31, 50)) is None, "replaced since the run began"
+    (tmp_path / "torn.jpg").write_bytes((tmp_path / "plain.jpg").read_bytes()[:-9])
+    with pytest.raises(PhotoError, match="torn"):
+        read_jpeg(tmp_path / "torn.jpg", (30, 50))

@@ -87,9 +87,10 @@ def read_photo(path: str | Path, reduce: int = 1) -> np.ndarray:
 
 
 def read_jpeg(path: str | Path, size: tuple[int, int]) -> bytes | None:
-    """The bytes of a JPEG of (height, width) px, upright, in gray or YCbCr, which all decoders read alike.
+    """The bytes of a JPEG of (height, width) px, upright, in gray or YCbCr, that all decoders read alike.
 
-    None for any other photo: read that one with ``read_photo``. Raises PhotoError.
+    None for any other photo: read that one with ``read_photo``. A progressive JPEG is another: graphics cards have no
+    engine for it, and what they do instead is 3 levels off in some pixels. Raises PhotoError.
     """
     try:
         data = read_bytes(path)
@@ -98,7 +99,8 @@ def read_jpeg(path: str | Path, size: tuple[int, int]) -> bytes | None:
         check_complete(path, data)
         with _open(path, io.BytesIO(data)) as image:
             upright = image.size[:: 1 if _orientation(image) >= 5 else -1]
-            return data if image.mode in ("L", "RGB") and upright == tuple(size) else None
+            is_plain = image.mode in ("L", "RGB") and "progressive" not in image.info
+            return data if is_plain and upright == tuple(size) else None
     except OSError as error:
         raise PhotoError(path, _os_reason(error)) from error
 
