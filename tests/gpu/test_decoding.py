@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -36,10 +37,9 @@ def save(folder: Path) -> list[Path]:
     paths = [folder / f"{number}.jpg" for number in range(len(photos))]
     exif = Image.Exif()
     exif[0x0112] = 6
-    kinds: list[dict[str, object]] = [{}, {}, {"quality": 95}, {}, {"subsampling": 0}]
-    kinds += [{"exif": exif}]
+    kinds: list[dict[str, Any]] = [{}, {}, {"quality": 95}, {}, {"subsampling": 0}, {"exif": exif}]
     for path, photo, kind in zip(paths, photos, kinds, strict=True):
-        photo.save(path, **kind)  # pyright: ignore[reportArgumentType]
+        photo.save(path, **kind)
     photos[0].convert("L").save(folder / "gray.jpg")
     return [*paths, folder / "gray.jpg"]
 
