@@ -50,8 +50,8 @@ def test_pixels_are_those_of_the_cpu(tmp_path: Path) -> None:
     own = np.random.default_rng(0).integers(0, 256, (200, SIDE, 3), dtype=np.uint8)
     damaged = paths[1].read_bytes()
     damaged = damaged[: len(damaged) // 2] + damaged[-2:]
-    encoded = [Encoded(path.read_bytes()) for path in paths]
-    encoded += [Encoded(own.tobytes(), own.shape[:2]), Encoded(damaged)]
+    encoded = [Encoded(str(path), path.read_bytes()) for path in paths]
+    encoded += [Encoded("own", own.tobytes(), own.shape[:2]), Encoded("damaged", damaged)]
     decode = DeviceDecoder(SIDE, CUDA)
     out = decode(encoded).cpu().numpy()
     assert (out == decode(encoded).cpu().numpy())[:-1].all()

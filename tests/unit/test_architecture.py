@@ -37,6 +37,7 @@ DOORS = {
     "ray": ("yolo_ray/cluster/", "yolo_ray/data/pipeline.py", "yolo_ray/data/tasks.py"),
     "mlflow": ("yolo_ray/track/",),
     "fsspec": ("yolo_ray/data/storage.py",),
+    "nvidia": ("yolo_ray/data/decoding.py",),
     # What fsspec opens stores with; nobody but fsspec knows which is installed.
     "s3fs": (),
     "gcsfs": (),

@@ -197,6 +197,11 @@ def test_other_wrong_arguments() -> None:
     assert "cannot be read" in message("folder.yaml")
     assert "pass data=path/to/data.yaml" in message("epochs=3")
     assert "raise batch or lower cluster.workers" in message("data=x", "batch=1", "workers=2")
+    text = message("data=x", "decode=gpu")  # albumentations are on unless said otherwise
+    assert text.endswith("use data.decode=cpu, or set augment.albumentations=false")
+    text = message("data=x", "decode=gpu", "albumentations=false", "cache=disk", "fast_decode=true")
+    assert text.endswith("or set data.cache=off data.fast_decode=false")
+    load(["data=x", "decode=gpu", "albumentations=false"])
 
 
 def test_an_empty_file_and_an_empty_section_say_nothing() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from yolo_ray.data.batch import PhotoRing
+from yolo_ray.data.batch import Encoded, PhotoRing
 from yolo_ray.step.clock import StepClock
 from yolo_ray.train.diagnose import EpochSpeed, Speedometer, supply_sentence, wait_advice
 from yolo_ray.train.feed import Feed
@@ -131,3 +131,28 @@ def test_slow_first_reads_do_not_count() -> None:
     assert len(list(feed.batches(0))) == 5 and feed.photos_per_cpu == 500
     feed.restart()
     assert feed.photos_per_cpu == 0
+
+
+def test_encoded_photos_go_through_the_decoder_on_their_way_to_the_ring() -> None:
+    plan: Any = SimpleNamespace(
+        batch=2, window=1, total_steps=3, at=lambda *_: None, capacity_at=lambda *_: 0,
+        images_at=lambda step: (np.arange(2), None, None),
+    )  # fmt: skip
+    put: list[tuple[int, Any]] = []
+    ring: Any = SimpleNamespace(
+        put=lambda step, photos: put.append((step, photos)),
+        batch=lambda *_: None,
+        copied_ms=lambda: 0.0,
+    )
+
+    def read(steps: range) -> Any:
+        for step in steps:
+            photos = tuple(Encoded(f"{step}.jpg", bytes([step, slot])) for slot in range(2))
+            yield SimpleNamespace(step=step, ids=np.arange(2), photos=photos, kept={}, read_ms=1.0)
+
+    def decode(photos: tuple[Encoded, ...]) -> Any:
+        return [list(photo.data) for photo in photos]
+
+    feed = Feed(plan, rank=0, workers=1, source=read, ring=ring, decode=decode)
+    assert len(list(feed.batches(0))) == 3
+    assert put == [(step, [[step, 0], [step, 1]]) for step in range(3)]

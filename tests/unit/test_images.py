@@ -336,7 +336,7 @@ def test_a_transform_that_fails_is_named() -> None:
         crop(smooth_photo(), BOXES, CLASSES, 0)
 
 
-def test_jpegs_for_a_device_are_plain_upright_and_of_their_size(tmp_path: Path) -> None:
+def test_jpegs_for_a_device_are_plain_and_of_their_size(tmp_path: Path) -> None:
     photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = 6

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from yolo_ray.cluster.folder import claimed
+from yolo_ray.cluster.launch import check_device
 from yolo_ray.cluster.preflight import place_on
-from yolo_ray.config.schema import ClusterConfig
+from yolo_ray.config.schema import ClusterConfig, EvaluateConfig, TrainConfig
 from yolo_ray.errors import UserError
 
 Nodes = list[dict[str, float]]
@@ -132,3 +133,28 @@ def test_a_second_driver_stays_out(tmp_path: Path) -> None:
     with claimed(tmp_path):  # its holder is dead now
         assert json.loads(claim.read_text())["pid"] == os.getpid()
     assert not claim.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "instead"),
+    [
+        ("precision", "bf16", "auto"),
+        ("graph.mode", "require", "auto"),
+        ("data.decode", "gpu", "cpu"),
+    ],
+)
+def test_what_only_a_gpu_can_do_is_refused_without_one(
+    option: str, value: str, instead: str
+) -> None:
+    config = TrainConfig().override({option: value, "albumentations": False})
+    without = place_on(cpu_nodes(4), ClusterConfig())
+    with pytest.raises(UserError, match=f"{option}={value} needs a GPU.*use {option}={instead}"):
+        check_device(config, without)
+    check_device(config, place_on([{"CPU": 4.0, "GPU": 1.0}], ClusterConfig()))
+    check_device(EvaluateConfig(), without)
+
+
+def test_all_chunks_of_a_stream_take_a_quarter_of_the_store() -> None:
+    for gpus, chunks in ((0.0, 2), (1.0, 3)):
+        node = {"CPU": 8.0, "GPU": gpus, "object_store_memory": 2.0**32}
+        assert place_on([node], ClusterConfig()).data.chunk_bytes == 2**30 // chunks

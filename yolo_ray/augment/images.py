@@ -87,7 +87,7 @@ def read_photo(path: str | Path, reduce: int = 1) -> np.ndarray:
 
 
 def read_jpeg(path: str | Path, size: tuple[int, int]) -> bytes | None:
-    """The bytes of a JPEG of (height, width) px, upright, in gray or YCbCr, that all decoders read alike.
+    """The bytes of a JPEG, in gray or YCbCr and (height, width) px with EXIF applied, that all decoders read alike.
 
     None for any other photo: read that one with ``read_photo``. A progressive JPEG is another: graphics cards have no
     engine for it, and what they do instead is 3 levels off in some pixels. Raises PhotoError.

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -146,12 +146,13 @@ def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig) -> Placement
     cpus, data_cpus = shares
     each = data_cpus / workers
     store = sum(node.get("object_store_memory", 0.0) for node in nodes)
-    # Three chunks a worker then take three eighths of the store at most; the rest is for what else is in flight.
-    chunk_bytes = int(min(max(store / (8 * workers), MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
-    return Placement(
-        workers, use_gpu, cpus, max(1, int(cpus)),
-        StreamLimits(each, min(1.0, each), chunk_bytes, apart=use_gpu),
-    )  # fmt: skip
+    limits = StreamLimits(each, min(1.0, each), MIN_CHUNK_BYTES, apart=use_gpu)
+    # All chunks of a stream then take a quarter of the store at most: an evaluation has a stream too, while that of
+    # training holds what it read ahead, and the rest is for what else is in flight.
+    share = store / (4 * (1 + limits.ahead) * workers)
+    chunk_bytes = int(min(max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
+    limits = replace(limits, chunk_bytes=chunk_bytes)
+    return Placement(workers, use_gpu, cpus, max(1, int(cpus)), limits)
 
 
 def _uses_gpu(nodes: list[dict[str, float]], cluster: WorkersConfig) -> bool:

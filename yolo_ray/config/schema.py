@@ -338,7 +338,7 @@ class TrainConfig(Configuration):
                 "so a worker would have no photo; raise batch or lower cluster.workers"
             )
         if self.data.decode == "gpu":
-            self._can_decode_on_gpu()
+            self._check_decode()
         if self.micro_batch and self.batch % self.cluster.workers:
             # Each part is a collective of batch norm: all workers need the same number of parts.
             raise ValueError(
@@ -347,16 +347,16 @@ class TrainConfig(Configuration):
             )
         return self
 
-    def _can_decode_on_gpu(self) -> None:
-        others = {
-            "data.cache": self.data.cache != "off",
-            "data.fast_decode": self.data.fast_decode,
-            "augment.albumentations": bool(self.augment.albumentations),
+    def _check_decode(self) -> None:
+        needs_pixels = {
+            "data.cache=off": self.data.cache != "off",
+            "data.fast_decode=false": self.data.fast_decode,
+            "augment.albumentations=false": bool(self.augment.albumentations),
         }
-        for name in (name for name, used in others.items() if used):
+        if missing := [setting for setting, is_used in needs_pixels.items() if is_used]:
             raise ValueError(
-                f"data.decode=gpu leaves no decoded photo on the CPU, which {name} needs; "
-                f"use data.decode=cpu, or leave out {name}"
+                "data.decode=gpu leaves no decoded photo on the CPU for a cache, fast_decode or albumentations; "
+                f"use data.decode=cpu, or set {' '.join(missing)}"
             )
 
 

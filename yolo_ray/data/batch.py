@@ -75,9 +75,10 @@ def take_rows(batch: Batch, start: int, stop: int) -> Batch:
 class Encoded:
     """A photo that the device shall decode: the bytes of a JPEG, or resized pixels where it is none.
 
-    ``shape``: (height, width) of the pixels; None: a JPEG.
+    ``path`` names it in errors. ``shape``: (height, width) of the pixels; None: a JPEG.
     """
 
+    path: str
     data: bytes
     shape: tuple[int, int] | None = None
 

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolo_ray.augment.images import decode_photo
+from yolo_ray.augment.images import PhotoError, decode_photo
 from yolo_ray.data.batch import Encoded
+from yolo_ray.data.reading import gone
 from yolo_ray.errors import UserError
 
 # As libjpeg does by default; without it edges of colours differ by more than ten levels.
@@ -32,7 +33,7 @@ class DeviceDecoder:
         """A decoder for photos of side ``imgsz`` px on ``device``, a GPU.
 
         Raises:
-            UserError: nvImageCodec is not installed here, or finds no GPU it can use.
+            UserError: nvImageCodec is not installed here.
         """
         self.imgsz, self.device = imgsz, device
         self.stream = torch.cuda.Stream(device)
@@ -42,6 +43,9 @@ class DeviceDecoder:
         """uint8 [b,S,S,3] on the device, resized photos at the top left of gray; the host waits for it.
 
         Any thread may call it, one at a time.
+
+        Raises:
+            UserError: a photo that neither the device nor the CPU can decode.
         """
         from yolo_ray.augment.fused_resize import (
             resize_photos,  # Triton comes with torch for GPUs only
@@ -54,7 +58,7 @@ class DeviceDecoder:
         return out
 
     def _sources(self, photos: Sequence[Encoded]) -> list[Tensor]:
-        """Every photo as uint8 [h,w,3] on the device; ``Encoded`` pixels are resized already."""
+        """Every photo as uint8 [h,w,3] on the device; those that came as pixels are resized already."""
         files = [photo.data for photo in photos if photo.shape is None]
         images = iter(self.decode(files, self.stream.cuda_stream) if files else ())
         return [
@@ -66,7 +70,10 @@ class DeviceDecoder:
 
     def _on_device(self, image: Any, photo: Encoded) -> Tensor:
         if image is None:  # what the CPU forgives, such as a few damaged bytes, the device may not
-            return self._from_host(decode_photo("a photo of the batch", photo.data))
+            try:
+                return self._from_host(decode_photo(photo.path, photo.data))
+            except PhotoError as error:
+                raise gone(error) from error
         return torch.from_dlpack(image)
 
     def _from_host(self, pixels: np.ndarray) -> Tensor:

@@ -77,9 +77,7 @@ class StreamLimits:
 class StepPhotos:
     """This worker's rows of one step: ids int64 [b], photos uint8 [b,S,S,3] at the top left, moved boxes by slot.
 
-    With ``Reading.encoded`` the photos are b ``Encoded`` ones.
-
-    ``read_ms`` is what they took of the CPU that read them.
+    With ``Reading.encoded`` the photos are b ``Encoded`` ones. ``read_ms`` is what they took of the CPU that read them.
     """
 
     step: int
@@ -248,10 +246,8 @@ def train_photos(
     def task_of(chunk: range) -> TrainTask:
         return TrainTask(plan_handle, slots, chunk.start, albumentations, reading)
 
-    photo_bytes = 3 * plan.imgsz**2
-    if reading.encoded:
-        photo_bytes = 1 + int(np.mean(plan.records.num_bytes))
-    step_bytes = len(slots) * photo_bytes
+    # Encoded photos take less, but a data set may be full of those that are decoded after all.
+    step_bytes = len(slots) * 3 * plan.imgsz**2
     for step, columns in _stream(steps, len(slots), step_bytes, limits, task_of, warn):
         yield _step_photos(step, slots, columns)
 

@@ -58,16 +58,17 @@ def encoded_photo(records: Records, index: int, reading: Reading) -> Encoded:
     Raises:
         UserError: it can no longer be read.
     """
+    path = str(records.paths[index])
     height, width = (int(side) for side in records.sizes[index])
     use_access(records.access)
     try:
-        data = read_jpeg(str(records.paths[index]), (height, width))
+        data = read_jpeg(path, (height, width))
     except PhotoError as error:
-        raise _gone(error) from error
+        raise gone(error) from error
     if data is not None:
-        return Encoded(data)
-    photo = _decode(records, index, reading)
-    return Encoded(photo.tobytes(), photo.shape[:2])
+        return Encoded(path, data)
+    photo = _decode(records, index, reading)  # rare, so it may be read twice
+    return Encoded(path, photo.tobytes(), photo.shape[:2])
 
 
 def new_trouble() -> str:
@@ -98,10 +99,11 @@ def _decode(records: Records, index: int, reading: Reading) -> np.ndarray:
             photo = read_photo(path)
         return resize_photo(photo, reading.imgsz)
     except PhotoError as error:
-        raise _gone(error) from error
+        raise gone(error) from error
 
 
-def _gone(error: PhotoError) -> UserError:
+def gone(error: PhotoError) -> UserError:
+    """What to say of a photo that was judged good when the run began."""
     return UserError(
         f"{error}: it could be read when the run began; put it back, or take it out of the data set"
     )

@@ -98,15 +98,16 @@ class TrainTask:
 def encoded_columns(photos: list[Encoded]) -> Columns:
     """Photos that the device shall decode, as columns of a block."""
     shapes = np.array([photo.shape or (0, 0) for photo in photos], np.int64).reshape(-1, 2)
+    paths = np.array([photo.path for photo in photos])
     files = _ragged([photo.data for photo in photos])
-    return {"file": files, "height": shapes[:, 0], "width": shapes[:, 1]}
+    return {"path": paths, "file": files, "height": shapes[:, 0], "width": shapes[:, 1]}
 
 
 def encoded_photos(columns: Columns) -> tuple[Encoded, ...]:
     """What ``encoded_columns`` was made of."""
     shapes = zip(columns["height"].tolist(), columns["width"].tolist(), strict=True)
-    pairs = zip(columns["file"], shapes, strict=True)
-    return tuple(Encoded(data, shape if all(shape) else None) for data, shape in pairs)
+    photos = zip(columns["path"].tolist(), columns["file"], shapes, strict=True)
+    return tuple(Encoded(path, data, shape if all(shape) else None) for path, data, shape in photos)
 
 
 def _ragged(parts: list[Any]) -> np.ndarray:
