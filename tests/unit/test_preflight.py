@@ -155,6 +155,6 @@ def test_what_only_a_gpu_can_do_is_refused_without_one(
 
 
 def test_all_chunks_of_a_stream_take_a_quarter_of_the_store() -> None:
-    for gpus, chunks in ((0.0, 2), (1.0, 3)):
+    for gpus, chunks in ((0.0, 2), (1.0, 4)):
         node = {"CPU": 8.0, "GPU": gpus, "object_store_memory": 2.0**32}
         assert place_on([node], ClusterConfig()).data.chunk_bytes == 2**30 // chunks

@@ -22,7 +22,7 @@ from yolo_ray.errors import UserError
 MIN_WORKER_CPUS = 0.5
 MIN_DATA_CPUS = 0.5
 EPSILON = 1e-9
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**26, 2**30
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 2**26, 2**31
 BUSY_WAIT_S = 30.0
 # Written by `ray start` and by nothing else; Ray's own address="auto" also finds what other drivers started.
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")

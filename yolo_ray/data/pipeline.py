@@ -35,7 +35,7 @@ from yolo_ray.errors import UserError
 
 # Small, so that training starts soon; each further chunk is twice as long, up to the budget.
 FIRST_CHUNK_STEPS = 12
-STEWARDS = 2  # processes that each compute a chunk for a worker with a GPU
+STEWARDS = 3  # processes that each compute a chunk for a worker with a GPU
 # Ray spends some 15 ms of the process that runs it on a block, whatever is in it, and splits one above 128 MiB.
 BLOCK_BYTES = 96 * 2**20
 
