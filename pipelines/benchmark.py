@@ -6,7 +6,8 @@
     python -m pipelines.benchmark table=false sweep=true cases=yolo11n.yaml:16
     python -m pipelines.benchmark table=false startup=true static_assignment=true
 
-The tables go to stderr and to runs/benchmark, after every case; the last line of the output is one JSON object.
+The tables go to stderr and to runs/benchmark (or runs/benchmark2 ...), after every setting; the last line of the
+output is one JSON object.
 docs/benchmarks/README.md says what each column means.
 """
 
@@ -16,7 +17,7 @@ import sys
 from typing import Any
 
 from yolo_ray.bench.compare import compare
-from yolo_ray.bench.options import parse
+from yolo_ray.bench.options import BenchConfig, parse
 from yolo_ray.entry import run
 
 
@@ -26,4 +27,4 @@ def main(argv: list[str]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, schema=None))
+    sys.exit(run(main, schema=BenchConfig))

@@ -20,9 +20,10 @@ from types import FrameType
 from typing import Any, TextIO
 
 import numpy as np
+from pydantic import BaseModel
 
 from yolo_ray.config.options import option_lines
-from yolo_ray.config.schema import Configuration, TrainConfig
+from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import EXIT_FAILURE, EXIT_OK, EXIT_STOPPED, EXIT_USER, StopRequested, UserError
 
 _LONGEST = 500  # characters of a message; Ray's can be pages
@@ -31,7 +32,7 @@ _LONGEST = 500  # characters of a message; Ray's can be pages
 def run(
     pipeline: Callable[[list[str]], dict[str, Any]],
     argv: list[str] | None = None,
-    schema: type[Configuration] | None = TrainConfig,
+    schema: type[BaseModel] | None = TrainConfig,
 ) -> int:
     """Call a pipeline, print what it returns as the last line, and return the exit code.
 
@@ -126,9 +127,7 @@ def _write_traceback(error: Exception) -> str:
         return f"could not be written, {full}"
 
 
-def _help(
-    pipeline: Callable[[list[str]], dict[str, Any]], schema: type[Configuration] | None
-) -> str:
+def _help(pipeline: Callable[[list[str]], dict[str, Any]], schema: type[BaseModel] | None) -> str:
     module = inspect.getmodule(pipeline)
     text = inspect.cleandoc((module and module.__doc__) or pipeline.__doc__ or "")
     if schema is None:

@@ -72,6 +72,10 @@ def test_options_take_one_value_or_a_list() -> None:
         ("optimizer=[]", "SGD, AdamW, MuSGD"),
         ("precision=3", "a list"),
         ("cases=[yolo11n.yaml]", "model:batch"),
+        ("cases=yolo11n.yaml:²", "model:batch"),
+        ("cases=[1]", "words"),
+        ("cases=yolo11n.yaml:16,yolo26n.yaml:16", "brackets"),
+        ("table=false", "nothing to measure"),
         ("sweeep=true", "did you mean sweep"),
         ("sweep=1", "true or false"),
     ],
@@ -202,6 +206,7 @@ def test_one_case_and_a_sweep_on_the_cpu(tmp_path: Path) -> None:
         (batch, variant) for batch in (1, 2) for variant in (ULTRALYTICS, EAGER)
     }
     assert json.loads((tmp_path / "step.json").read_text())["rows"] == result["rows"]
+    assert "exit" not in result
     assert "## Sweep" in (tmp_path / "step.md").read_text()
     assert (tmp_path / "sweep.png").is_file()
 
@@ -219,8 +224,20 @@ def test_a_variant_that_fails_is_a_row(tmp_path: Path, monkeypatch: pytest.Monke
         compare(parse(arguments))
     monkeypatch.setattr(compare_module, "_attempt", lambda measure: {"failed": "out of memory"})
     result = compare(parse([*arguments, "sweep=true"]))
+    assert result["exit"] == 1  # nothing was measured
     assert [r["failed"] for r in result["rows"]] == ["out of memory"] * 2
     assert {r["batch"] for r in result["sweep"]} == {1}  # nothing larger is tried
+
+
+def test_a_result_is_not_overwritten_and_a_bad_folder_is_told_at_once(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "step.json").write_text("{}")
+    (tmp_path / "file").touch()
+    assert compare_module._new_folder(tmp_path / "out") == tmp_path / "out2"
+    assert compare_module._new_folder(tmp_path / "out") == tmp_path / "out3"
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(UserError, match="out=.*cannot be written"):
+            compare_module._new_folder(place)
 
 
 def test_an_unknown_model_is_the_users_mistake(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from yolo_ray.cluster.folder import claimed
 from yolo_ray.cluster.launch import check_device
 from yolo_ray.cluster.preflight import place_on
+from yolo_ray.cluster.worker import Here, _compile_option
+from yolo_ray.config.load import load
 from yolo_ray.config.schema import ClusterConfig, EvaluateConfig, TrainConfig
 from yolo_ray.errors import UserError
+from yolo_ray.train.events import EventLog
 
 Nodes = list[dict[str, float]]
 
@@ -158,3 +162,24 @@ def test_all_chunks_of_a_stream_take_a_quarter_of_the_store() -> None:
     for gpus, chunks in ((0.0, 2), (1.0, 4)):
         node = {"CPU": 8.0, "GPU": gpus, "object_store_memory": 2.0**32}
         assert place_on([node], ClusterConfig()).data.chunk_bytes == 2**30 // chunks
+
+
+@pytest.mark.parametrize(
+    ("device", "mode", "steps", "used", "told"),
+    [
+        ("cpu", "auto", 10**6, "off", "no GPU"),
+        ("cuda", "auto", 999, "off", "only 999 steps"),
+        ("cuda", "require", 999, "model", ""),
+        ("cuda", "auto", 10**6, "model", ""),
+    ],
+)
+def test_compiling_is_left_out_aloud(
+    device: str, mode: str, steps: int, used: str, told: str, tmp_path: Path
+) -> None:
+    config = load(["data=x.yaml", "graph.compile=model", f"graph.mode={mode}"])
+    events = EventLog(tmp_path / "events.jsonl")
+    here = Here(0, 1, torch.device(device))
+    assert _compile_option(config, here, steps, events) == used
+    log = tmp_path / "events.jsonl"
+    text = log.read_text() if log.exists() else ""
+    assert told in text and bool(told) == bool(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import platform
 import statistics
@@ -23,7 +24,7 @@ from yolo_ray.bench.ratios import Row, add_ratios
 from yolo_ray.bench.startup import startup_rows
 from yolo_ray.bench.static import static_rows
 from yolo_ray.bench.sweep import draw_sweep
-from yolo_ray.bench.table import show, write
+from yolo_ray.bench.table import RESULT, show, write
 from yolo_ray.bench.variants import (
     EAGER,
     GRAPH,
@@ -35,7 +36,7 @@ from yolo_ray.bench.variants import (
     build_variant,
     make_scene,
 )
-from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.errors import EXIT_FAILURE, StopRequested, UserError
 from yolo_ray.step.precision import resolve_precision, set_kernels
 
 
@@ -45,11 +46,25 @@ def compare(config: BenchConfig) -> dict[str, Any]:
     A variant that fails is a row with its reason.
 
     Raises:
-        UserError: device="cuda" without a GPU, no precision that this device has, or an unknown model.
+        UserError: device="cuda" without a GPU, no precision that this device has, an unknown model, or a folder that
+            cannot be written.
+        StopRequested: Ctrl-C or SIGTERM; the settings that were measured are kept.
     """
     bench = _Bench(config)
+    folder = _new_folder(Path(config.out))
     result: dict[str, Any] = {"conditions": bench.conditions(), "rows": [], "sweep": []}
-    folder = Path(config.out)
+    try:
+        _measure(bench, folder, result)
+    except (KeyboardInterrupt, StopRequested) as stop:
+        raise StopRequested(f"stopped; what was measured before is in {folder}") from stop
+    write(folder, result)
+    show(result)
+    return result | {"folder": str(folder)} | _verdict(result)
+
+
+def _measure(bench: _Bench, folder: Path, result: dict[str, Any]) -> None:
+    """Everything that is asked for, one section after the other."""
+    config = bench.config
 
     def keep(section: str, rows: Sequence[Row]) -> None:
         result.setdefault(section, []).extend(rows)
@@ -69,9 +84,33 @@ def compare(config: BenchConfig) -> dict[str, Any]:
     if config.startup:
         for row in startup_rows(first, bench.device.type, compile=config.compile):
             keep("startup", [row])
-    write(folder, result)
-    show(result)
-    return result
+
+
+def _verdict(result: dict[str, Any]) -> Row:
+    """A benchmark that measured nothing has failed; one that lost some variants has not."""
+    rows = [row for section in result.values() if isinstance(section, list) for row in section]
+    return {} if any("failed" not in row for row in rows) else {"exit": EXIT_FAILURE}
+
+
+def _new_folder(wanted: Path) -> Path:
+    """The folder, or the next free number appended where it holds an earlier result.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    folder = wanted
+    for number in itertools.count(2):
+        if not (folder / RESULT).exists():
+            break
+        folder = wanted.with_name(f"{wanted.name}{number}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT).touch()
+    except OSError as error:
+        raise UserError(
+            f"out={wanted} cannot be written ({error.strerror}): name a folder that is yours"
+        ) from error
+    return folder
 
 
 class _Bench:

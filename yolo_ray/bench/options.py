@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -44,10 +45,12 @@ class BenchConfig(Section):
     table: bool = Field(default=True, description="time every case; false: only what is asked for")
     compile: bool = Field(
         default=False,
-        description="with torch.compile too, Ultralytics' own way and in our graph; takes minutes",
+        description="with torch.compile too, Ultralytics' own way and in our graph (not in the sweep); takes minutes",
     )
     rival: bool = Field(default=True, description="time Ultralytics beside it")
-    eager: bool = Field(default=True, description="time our step without a graph too")
+    eager: bool = Field(
+        default=True, description="time our step without a graph too (the sweep always does)"
+    )
     sweep: bool = Field(
         default=False, description="the first case's model over batch sizes, with a picture"
     )
@@ -70,15 +73,18 @@ class BenchConfig(Section):
     )
     blocks: Count = Field(default=5, description="blocks; the median is reported")
     profile: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="list that many kernels of each variant by their time"
+        default=0, description="on a GPU: list that many kernels of each variant by their time"
     )
     out: str = Field(
-        default="runs/benchmark", description="folder of step.json, step.md and sweep.png"
+        default="runs/benchmark",
+        description="folder of step.json, step.md, sweep.png; one that holds a result gets a number appended",
     )
 
     @field_validator("cases", "optimizer", "precision", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
+        if isinstance(value, list) and not all(isinstance(word, str) for word in value):
+            raise ValueError("expected words, as in [a,b]")
         return (value,) if isinstance(value, str) else value
 
     @field_validator("optimizer", "precision", mode="after")
@@ -106,6 +112,10 @@ def parse(argv: Sequence[str]) -> BenchConfig:
     config = build(BenchConfig, values, places)
     for case in config.cases:
         split_case(case)
+    if not (config.table or config.sweep or config.startup or config.static_assignment):
+        raise UserError(
+            "table=false leaves nothing to measure: add sweep=true, startup=true or static_assignment=true"
+        )
     return config
 
 
@@ -116,6 +126,8 @@ def split_case(case: str) -> tuple[str, int]:
         UserError: it does not look like that.
     """
     model, _, batch = case.rpartition(":")
-    if not model or not batch.isdigit() or int(batch) < 1:
+    if "," in case:
+        raise UserError(f"cases: several of them need brackets: cases=[{case}]")
+    if not model or not re.fullmatch("0*[1-9][0-9]*", batch):
         raise UserError(f"cases: {case!r} is not model:batch, as in cases=[yolo11n.yaml:16]")
     return model, int(batch)

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from yolo_ray.bench.ratios import NO_HELP, Row, crossing, sweep_points
 
+RESULT = "step.json"
 WHO = {"model": "model", "batch": "batch", "precision": "precision", "optimizer": "optimizer"}
 TIMED = WHO | {"variant": "variant"}
 SPEED = TIMED | {
@@ -60,7 +61,7 @@ NOTES = (
 def write(folder: Path, result: Mapping[str, Any]) -> None:
     """``step.json`` and ``step.md`` of what has been measured so far."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "step.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n")
     (folder / "step.md").write_text(markdown(result))
 
 

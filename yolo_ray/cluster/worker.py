@@ -263,13 +263,18 @@ def _compile_option(
 ) -> str:
     """``graph.compile`` as it is worth it: minutes of compiling do not pay in a short run."""
     wanted = config.graph.compile
+    if wanted == "off":
+        return wanted
     if here.device.type != "cuda":
+        events.write(
+            "note", text=f"graph.compile={wanted} is left out: there is no GPU to compile for"
+        )
         return "off"
-    if wanted != "off" and config.graph.mode != "require" and steps < MIN_COMPILED_STEPS:
+    if config.graph.mode != "require" and steps < MIN_COMPILED_STEPS:
         events.write(
             "note",
-            text=f"graph.compile={wanted} is left out: it pays from about {MIN_COMPILED_STEPS} steps on, this run has "
-            f"{steps}; graph.mode=require compiles all the same",
+            text=f"graph.compile={wanted} is left out: compiling takes minutes, and this run has only {steps} "
+            f"steps (fewer than {MIN_COMPILED_STEPS}); graph.mode=require compiles all the same",
         )
         return "off"
     return wanted

@@ -216,7 +216,7 @@ class GraphConfig(ReplayConfig):
 
     compile: Literal["off", "model", "step"] = Field(
         default="off",
-        description="torch.compile inside the graph, of the model or of loss and optimizer too; costs minutes",
+        description="torch.compile in the graph, of the model or of loss and optimizer too; minutes, slower on an H200",
     )
 
 
