@@ -236,7 +236,7 @@ def test_a_result_is_not_overwritten_and_a_bad_folder_is_told_at_once(tmp_path: 
     assert compare_module._new_folder(tmp_path / "out") == tmp_path / "out2"
     assert compare_module._new_folder(tmp_path / "out") == tmp_path / "out3"
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UserError, match="out=.*cannot be written"):
+        with pytest.raises(UserError, match=r"out=.*cannot be written"):
             compare_module._new_folder(place)
 
 
