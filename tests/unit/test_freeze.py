@@ -18,7 +18,7 @@ from yolo_ray.errors import UserError
 from yolo_ray.model.build import build_detector
 from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.train.checkpoint import Progress, Snapshot, check_resumable, restore_state
-from yolo_ray.train.evaluate import _evaluating
+from yolo_ray.train.evaluate import evaluating
 from yolo_ray.train.loop import average_buffers
 
 LAST = 23  # layer of the head of yolo11n and yolo26n
@@ -63,7 +63,7 @@ def test_frozen_layers_stay_and_the_rest_moves(
     frozen = set(range(freeze)) if isinstance(freeze, int) else set(freeze)
     before = tensors_of(run)
     run.train(0, 2)
-    with _evaluating(run.detector):  # as after an epoch
+    with evaluating(run.detector):  # as after an epoch
         assert not any(norm.training for norm in norms_of(run).values())
     run.train(2, 4)
     after = tensors_of(run)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from yolo_ray.config.address import checked_place, is_remote
+from yolo_ray.config.address import checked_place, inside_job, is_remote
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
 
@@ -25,7 +25,7 @@ PROBE_BYTES = 2**20
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Workers run in other folders, on other nodes: every path they get is absolute."""
     project = Path(config.project).expanduser()
-    if not project.is_absolute() and _inside_job():
+    if not project.is_absolute() and inside_job():
         if "project" in config.explicit:
             raise UserError(
                 f"project={config.project} is relative, and a Ray job runs in a temporary copy of its folder: "
@@ -81,10 +81,6 @@ def keep_model(folder: Path, source: str) -> str:
 def _kept(folder: Path, model: str) -> Path:
     """The file keeps its name: Ultralytics reads the scale of a YAML model from it."""
     return folder / "model" / Path(model).name
-
-
-def _inside_job() -> bool:
-    return "runtime_resources/working_dir_files" in str(Path.cwd())
 
 
 def check_writable(folder: Path) -> None:

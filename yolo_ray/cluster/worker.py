@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from yolo_ray.cluster.preflight import Placement
+from yolo_ray.cluster.weights import held_weights
 from yolo_ray.config.load import RUN_CONFIG
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
 from yolo_ray.data.batch import PhotoRing
@@ -31,6 +32,7 @@ from yolo_ray.data.reading import Reading
 from yolo_ray.data.records import Records
 from yolo_ray.data.room import held
 from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.export.session import OnnxForward
 from yolo_ray.model.build import Detector, build_detector, load_detector
 from yolo_ray.model.freeze import freeze_layers
 from yolo_ray.step.build import build_step, step_options
@@ -39,7 +41,7 @@ from yolo_ray.step.precision import resolve_precision, set_kernels
 from yolo_ray.step.reduce import AllReduce, distributed_reduce, no_reduce
 from yolo_ray.step.schedule import ResolvedOptim, Schedule
 from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
-from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, rank_images
+from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, judge, rank_images
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
 from yolo_ray.train.graphed_eval import GraphedEval
@@ -79,6 +81,7 @@ class EvaluateJob:
     placement: Placement
     val: ray.ObjectRef
     weights: str
+    content: ray.ObjectRef  # of that file, for nodes that do not see it
     reading: Reading
 
 
@@ -309,6 +312,22 @@ def _build_evaluate(
     job: Job | EvaluateJob, predict: GraphedEval, here: Here
 ) -> Callable[[], EvalResult]:
     records: Records = ray.get(job.val)
+    batches = _eval_batches(job, records, here)
+    return lambda: evaluate(
+        predict.detector,
+        batches(),
+        records,
+        imgsz=job.config.imgsz,
+        options=job.config.eval,
+        gather=here.gather,
+        predict=predict,
+    )
+
+
+def _eval_batches(
+    job: Job | EvaluateJob, records: Records, here: Here
+) -> Callable[[], Iterator[EvalBatch]]:
+    """This worker's photos, anew with every call."""
     ids = rank_images(len(records), here.rank, here.workers)
     cached: list[EvalBatch] = []
     fits = len(ids) * 3 * job.config.imgsz**2 <= EVAL_CACHE_BYTES
@@ -328,23 +347,33 @@ def _build_evaluate(
                 cached.append(batch)
             yield batch
 
-    return lambda: evaluate(
-        predict.detector,
-        batches(),
-        records,
-        imgsz=job.config.imgsz,
-        options=job.config.eval,
-        gather=here.gather,
-        predict=predict,
-    )
+    return batches
 
 
 def _evaluate_file(job: EvaluateJob, here: Here) -> dict[str, Any]:
+    with held_weights(job.weights, job.content) as weights:
+        if weights.suffix == ".onnx":
+            return _evaluate_onnx(job, weights, here)
+        return _evaluate_pt(job, weights, here)
+
+
+def _evaluate_onnx(job: EvaluateJob, weights: Path, here: Here) -> dict[str, Any]:
+    records: Records = ray.get(job.val)
+    forward = OnnxForward(weights, threads=job.placement.threads, gpu=here.device.type == "cuda")
+    # What the file chose itself is not chosen from again.
+    options = job.config.eval.model_copy(update={"nms": forward.file.layout == "raw"})
+    batches = _eval_batches(job, records, here)
+    return judge(
+        forward, batches(), records, imgsz=job.config.imgsz, options=options, gather=here.gather
+    ).metrics
+
+
+def _evaluate_pt(job: EvaluateJob, weights: Path, here: Here) -> dict[str, Any]:
     precision = resolve_precision(
         job.config.precision, here.device
     )  # the kernels of training's evaluations
     set_kernels(precision, deterministic=job.config.deterministic)
-    detector = load_detector(job.weights).to(here.device)
+    detector = load_detector(weights).to(here.device)
     predict = GraphedEval(detector, nms=job.config.eval.nms, mode=job.config.graph.mode)
     try:
         metrics: dict[str, Any] = _build_evaluate(job, predict, here)().metrics

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
+from pathlib import Path
 
 from yolo_ray.errors import UserError
 
@@ -74,3 +76,27 @@ def parent_of(place: str) -> str:
     """The remote folder of a remote file."""
     host, key = split_host(place)
     return host + posixpath.dirname(key)
+
+
+def inside_job() -> bool:
+    """Whether this process is a Ray job's, which runs in a temporary copy of its folder."""
+    return "runtime_resources/working_dir_files" in os.getcwd()
+
+
+def absolute_out(place: str, option: str = "out") -> Path:
+    """Where a user's output goes.
+
+    Raises:
+        UserError: an address, or a relative path in a job, whose folder goes with it.
+    """
+    place = checked_place(place)
+    if is_remote(place):
+        raise UserError(
+            f"{option}={place}: it is written to a disk; copy it into the store afterwards"
+        )
+    path = Path(place).expanduser()
+    if not path.is_absolute() and inside_job():
+        raise UserError(
+            f"{option}={place} is relative, and a Ray job runs in a temporary copy of its folder: give an absolute path"
+        )
+    return Path(os.path.abspath(path))

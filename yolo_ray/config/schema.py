@@ -229,10 +229,15 @@ class CheckpointConfig(Section):
     keep: Annotated[int, Field(ge=1)] = Field(default=2, description="newest checkpoints kept")
 
 
-class MlflowConfig(Section):
-    """Tracking."""
+class ServerConfig(Section):
+    """Where MLflow is."""
 
     uri: str | None = Field(default=None, description="none: sqlite under the project folder")
+
+
+class MlflowConfig(ServerConfig):
+    """Tracking."""
+
     experiment: Name = Field(default="yolo_ray", description="MLflow experiment")
     enabled: bool = Field(
         default=True, description="false: no MLflow; results.csv is written either way"
@@ -363,7 +368,10 @@ class TrainConfig(Configuration):
 class EvaluateConfig(Configuration):
     """What one evaluation depends on: the weights, the data, the protocol and the workers."""
 
-    weights: str | None = Field(default=None, description="the .pt file to evaluate")
+    weights: str | None = Field(
+        default=None,
+        description="a .pt, an .onnx, a run's folder, the id of an MLflow run, or models:/NAME@ALIAS or /VERSION",
+    )
     imgsz: Annotated[int, Field(ge=32)] = Field(
         default=640,
         description="side of the square photos in pixels; unless given, what the weights were trained with",
@@ -378,3 +386,4 @@ class EvaluateConfig(Configuration):
     eval: JudgeConfig = JudgeConfig()
     cluster: WorkersConfig = WorkersConfig()
     graph: ReplayConfig = ReplayConfig()
+    mlflow: ServerConfig = ServerConfig()

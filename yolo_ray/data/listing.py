@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Collection
+from glob import glob
 from pathlib import Path
 
 from yolo_ray.config.address import checked_place, is_remote, join, parent_of
-from yolo_ray.data.formats import PHOTO_SUFFIXES, UNREADABLE_SUFFIXES, DataYaml, Split
+from yolo_ray.data.formats import (
+    PHOTO_SUFFIXES,
+    UNREADABLE_SUFFIXES,
+    DataYaml,
+    Split,
+    load_data_yaml,
+)
+from yolo_ray.data.packs import packed_entry
 from yolo_ray.data.storage import find, read_text
 from yolo_ray.errors import UserError
 
@@ -36,6 +45,43 @@ def list_photos(data: DataYaml, split: Split) -> list[str]:
     return sorted(photos)
 
 
+def photos_of(source: str, split: Split = "val", suffixes: Collection[str] = ()) -> list[str]:
+    """The files that a source without labels names, in a fixed order: at least one.
+
+    A folder (searched through), one file, a pattern, a .txt (in its order), a data.yaml (that split), or an address of
+    one of them. ``suffixes``: files that folders and patterns give beside photos. One named file is taken as it is.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    place = checked_place(source)
+    if place.lower().endswith((".yaml", ".yml")):
+        data = load_data_yaml(place)
+        if packed_entry(data, split):
+            raise UserError(
+                f"source={source} is a pack: pass the data.yaml that it was packed from"
+            )
+        return list_photos(data, split)
+    if is_remote(place):
+        found = _remote_photos(DataYaml(place, parent_of(place), (), {}), split, place)
+    else:
+        found = _local_files(os.path.abspath(os.path.expanduser(place)), source, suffixes)
+    if not found:
+        raise UserError(f"source={source} holds no photo; pass a folder, file or pattern that does")
+    return found if place.lower().endswith(".txt") else sorted(found)
+
+
+def _local_files(place: str, source: str, suffixes: Collection[str]) -> list[str]:
+    if os.path.isdir(place):
+        return _photos_in(place, suffixes)
+    if os.path.exists(place):
+        return _photos_listed(place) if place.lower().endswith(".txt") else [place]
+    if not any(mark in place for mark in PATTERN_MARKS):
+        raise UserError(f"source={source} is not there; check the path")
+    found = glob(place, recursive=True)
+    return [path for path in found if os.path.isfile(path) and _is_photo(path, suffixes)]
+
+
 def _photos_at(data: DataYaml, split: str, entry: str) -> list[str]:
     if is_remote(entry) or (is_remote(data.root) and not os.path.isabs(entry)):
         return _remote_photos(data, split, entry)
@@ -58,7 +104,7 @@ def _place(data: DataYaml, split: str, entry: str) -> str:
     return place
 
 
-def _photos_in(folder: str) -> list[str]:
+def _photos_in(folder: str, suffixes: Collection[str] = ()) -> list[str]:
     """Photos below a folder. Links to folders are followed, each folder once."""
     photos: list[str] = []
     seen: set[str] = set()
@@ -67,14 +113,17 @@ def _photos_in(folder: str) -> list[str]:
         folders[:] = [] if real in seen else sorted(name for name in folders if name[0] != ".")
         if real not in seen:
             photos += [
-                os.path.join(parent, name) for name in files if name[0] != "." and _is_photo(name)
+                os.path.join(parent, name)
+                for name in files
+                if name[0] != "." and _is_photo(name, suffixes)
             ]
         seen.add(real)
     return photos
 
 
-def _is_photo(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in PHOTO_SUFFIXES | UNREADABLE_SUFFIXES
+def _is_photo(name: str, others: Collection[str] = ()) -> bool:
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in PHOTO_SUFFIXES | UNREADABLE_SUFFIXES or suffix in others
 
 
 def _photos_listed(file: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,46 @@ from yolo_ray.train.metrics import (
 
 Gather = Callable[[object], list[object]]
 """Collective: takes this rank's object, returns the objects of all ranks by rank, on every rank."""
+
+
+class Forward(Protocol):
+    """A detector from images to boxes: ``GraphedEval``, or an exported file."""
+
+    replays: int  # of a CUDA graph
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Boxes float32 [b,A,4] xyxy px and probabilities [b,A,C] of images uint8 [b,3,S,S]."""
+        ...
+
+
+class Choice(Protocol):
+    """Which boxes stay: the options of ``JudgeConfig`` that decide it."""
+
+    @property
+    def conf(self) -> float:
+        """Lower scores are left out."""
+        ...
+
+    @property
+    def iou(self) -> float:
+        """Overlap from which NMS drops the weaker box."""
+        ...
+
+    @property
+    def max_det(self) -> int:
+        """Detections kept of a photo."""
+        ...
+
+    @property
+    def nms(self) -> bool:
+        """False: boxes come from an NMS-free head."""
+        ...
+
 
 PADDING_ID = -1
 SAMPLES = 16  # photos whose detections are kept for pictures
@@ -106,14 +146,28 @@ def evaluate(
     _check(detector, records, options)
     if predict is None:
         predict = GraphedEval(detector, nms=options.nms, mode="off")
-    seen, found = _detect_all(predict, batches, records, imgsz, options)
+    with evaluating(detector):
+        return judge(predict, batches, records, imgsz=imgsz, options=options, gather=gather)
+
+
+def judge(
+    forward: Forward,
+    batches: Iterable[EvalBatch],
+    records: Records,
+    *,
+    imgsz: int,
+    options: JudgeConfig,
+    gather: Gather,
+) -> EvalResult:
+    """``evaluate`` for any forward pass that knows the data's classes; also a collective call."""
+    seen, found = _detect_all(forward, batches, records, imgsz, options)
     parts = cast(list[tuple[np.ndarray, Detections]], gather((seen, found)))
     judged = np.sort(np.concatenate([part[0] for part in parts]))
     assert np.array_equal(judged, np.arange(len(records))), "every photo is evaluated exactly once"
     detections = join_detections([part[1] for part in parts])
     result = evaluate_detections(records, detections, records.names, options.max_det)
     samples = [_sample(detections, records, i) for i in range(min(SAMPLES, len(records)))]
-    return replace(result, nms=options.nms, samples=samples, replays=predict.replays)
+    return replace(result, nms=options.nms, samples=samples, replays=forward.replays)
 
 
 def _check(detector: Detector, records: Records, options: JudgeConfig) -> None:
@@ -130,7 +184,7 @@ def _check(detector: Detector, records: Records, options: JudgeConfig) -> None:
 
 
 def _detect_all(
-    predict: GraphedEval,
+    forward: Forward,
     batches: Iterable[EvalBatch],
     records: Records,
     imgsz: int,
@@ -138,33 +192,33 @@ def _detect_all(
 ) -> tuple[np.ndarray, Detections]:
     """Ids of this rank's photos [n] and their detections in original pixels."""
     ids, rows, counts = [], [], []
-    with _evaluating(predict.detector), torch.inference_mode():
-        for batch in batches:
-            assert batch.images.shape[-1] == imgsz, "batches are letterboxed to imgsz"
-            outputs = _detect(predict, batch.images, options)
-            for image_id, output in zip(batch.ids.tolist(), outputs, strict=True):
-                if image_id == PADDING_ID:
-                    continue
-                height, width = records.sizes[image_id].tolist()
-                output[:, :4] = to_original(output[:, :4], height, width, imgsz)
-                ids.append(image_id)
-                rows.append(output)
-                counts.append(len(output))
+    for batch in batches:
+        assert batch.images.shape[-1] == imgsz, "batches are letterboxed to imgsz"
+        outputs = detect(forward, batch.images, options)
+        for image_id, output in zip(batch.ids.tolist(), outputs, strict=True):
+            if image_id == PADDING_ID:
+                continue
+            height, width = records.sizes[image_id].tolist()
+            output[:, :4] = to_original(output[:, :4], height, width, imgsz)
+            ids.append(image_id)
+            rows.append(output)
+            counts.append(len(output))
     seen = np.array(ids, dtype=np.int64)
     flat = np.concatenate([np.zeros((0, 6), np.float32), *rows])
     image_ids = np.repeat(seen, np.array(counts, dtype=np.int64))
     return seen, Detections(image_ids, flat[:, :4], flat[:, 4], flat[:, 5].astype(np.int64))
 
 
-def _detect(predict: GraphedEval, images: Tensor, options: JudgeConfig) -> list[np.ndarray]:
+@torch.inference_mode()
+def detect(forward: Forward, images: Tensor, options: Choice) -> list[np.ndarray]:
     """float32 [k,6] of every row of a batch: xyxy px of the square, score, class.
 
     On a CPU the photos go through one at a time: its kernels round the last bit differently by a
     photo's place in the batch, and the place depends on the number of ranks.
     """
     outputs: list[np.ndarray] = []
-    for part in images.split(1 if predict.device.type == "cpu" else len(images)):
-        boxes, scores = predict(part)
+    for part in images.split(1 if forward.device.type == "cpu" else len(images)):
+        boxes, scores = forward(part)
         if options.nms:
             kept = detect_nms(
                 boxes, scores, conf=options.conf, iou=options.iou, max_det=options.max_det
@@ -176,7 +230,7 @@ def _detect(predict: GraphedEval, images: Tensor, options: JudgeConfig) -> list[
 
 
 @contextmanager
-def _evaluating(net: nn.Module) -> Iterator[None]:
+def evaluating(net: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; afterwards every module has the mode it had (frozen ones too)."""
     training = {module: module.training for module in net.modules()}
     net.eval()
