@@ -32,10 +32,15 @@ LAYERS = {
 DOORS = {
     "ultralytics": ("yolo_ray/model/build.py", "yolo_ray/bench/rival.py"),
     "albumentations": ("yolo_ray/augment/transforms.py",),
-    "ray.data": ("yolo_ray/data/pipeline.py",),
+    "ray.data": ("yolo_ray/data/pipeline.py", "yolo_ray/data/shards.py"),
     "ray.train": ("yolo_ray/cluster/",),
     "ray.tune": ("yolo_ray/cluster/",),
-    "ray": ("yolo_ray/cluster/", "yolo_ray/data/pipeline.py", "yolo_ray/data/tasks.py"),
+    "ray": (
+        "yolo_ray/cluster/",
+        "yolo_ray/data/pipeline.py",
+        "yolo_ray/data/tasks.py",
+        "yolo_ray/data/shards.py",
+    ),
     "mlflow": ("yolo_ray/track/",),
     "fsspec": ("yolo_ray/data/storage.py",),
     "nvidia": ("yolo_ray/data/decoding.py",),

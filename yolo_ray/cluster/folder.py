@@ -83,7 +83,7 @@ def _kept(folder: Path, model: str) -> Path:
     return folder / "model" / Path(model).name
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path, option: str = "project") -> None:
     """Try it before a cluster is started.
 
     Raises:
@@ -95,7 +95,7 @@ def check_writable(folder: Path) -> None:
             file.write(bytes(PROBE_BYTES))
     except OSError as error:
         raise UserError(
-            f"{folder} cannot be written ({error.strerror}): pass project= with a folder that has room and is yours"
+            f"{folder} cannot be written ({error.strerror}): pass {option}= with a folder that has room and is yours"
         ) from error
 
 

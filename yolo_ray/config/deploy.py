@@ -60,7 +60,10 @@ class PredictConfig(Configuration):
         default=None,
         description="folder, photo, pattern, .txt, data.yaml or video; photos also s3://, gs://, http(s)://",
     )
-    out: str | None = Field(default=None, description="folder to write to; again: goes on there")
+    out: str | None = Field(
+        default=None,
+        description="folder to write to; again: goes on there; none: the next free runs/predict",
+    )
     imgsz: Annotated[int, Field(ge=32)] | None = Field(
         default=None, description="side of the square photos in px; none: what it was trained with"
     )
@@ -86,7 +89,8 @@ class PredictConfig(Configuration):
         default=16, description="photos a worker looks at together"
     )
     shard: Annotated[int, Field(ge=1)] = Field(
-        default=1000, description="photos of one Parquet file, what a kill loses at most"
+        default=200,
+        description="photos of one Parquet file, what a kill loses at most for each worker",
     )
 
     cluster: WorkersConfig = WorkersConfig()

@@ -5,6 +5,7 @@ Nothing here touches matplotlib's global state: figures are objects, drawn by th
 
 from __future__ import annotations
 
+import io
 import math
 import warnings
 from collections.abc import Sequence
@@ -233,6 +234,25 @@ def _class_lines(
     axes.set_ylim(0, 1.03)
     if kept:
         axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+def annotated_jpeg(
+    photo: np.ndarray,
+    boxes: np.ndarray,
+    classes: np.ndarray,
+    scores: np.ndarray,
+    names: Sequence[str],
+) -> bytes:
+    """A photo uint8 [h,w,3] RGB in its own size with boxes xyxy px [k,4], as JPEG."""
+    side = max(photo.shape[:2])
+    drawn = _draw_photo(photo, (boxes, classes), scores, names, side)
+    height, width = photo.shape[:2]
+    left, top = (side - width) // 2, (side - height) // 2
+    content = io.BytesIO()
+    drawn.crop((left, top, left + width, top + height)).save(
+        content, "JPEG", quality=90, subsampling=0
+    )
+    return content.getvalue()
 
 
 def _draw_photo(
