@@ -101,7 +101,8 @@ def _record(
 ) -> dict[str, Any]:
     """What a folder's parts depend on."""
     options = config.model_dump(mode="json", exclude=set(_FREE)) | {"imgsz": imgsz}
-    content = json.dumps([[*shard.places, str(shard.frames)] for shard in shards])
+    places = dict.fromkeys(place_ for shard in shards for place_ in shard.places)
+    content = json.dumps([*places, sum(map(_size, shards))])
     return {
         "weights": digest_of(weights.path),
         "photos": hashlib.sha256(content.encode()).hexdigest(),
