@@ -22,7 +22,9 @@ KINDS: dict[str, int | None] = {
 }
 _EXAMPLE = "write, for example, lr0: {loguniform: [1e-4, 1e-1]}"
 _PLACES = "says where or how a run works, not what is learned; set it for the whole study"
-_MEASURES = "changes how trials are measured, so they could not be compared; set it for the whole study"
+_MEASURES = (
+    "changes how trials are measured, so they could not be compared; set it for the whole study"
+)
 # What no trial may choose: an option's dotted name or its section.
 NOT_SEARCHED = {
     "data": "is the same for all trials, or they could not be compared",
@@ -119,7 +121,9 @@ def parse_domain(key: str, value: Any, place: str) -> Domain:
     return Domain(option.name, kind, tuple(values))
 
 
-def _check_numbers(option: Option, kind: str, values: list[Any] | tuple[Any, ...], place: str) -> None:
+def _check_numbers(
+    option: Option, kind: str, values: list[Any] | tuple[Any, ...], place: str
+) -> None:
     """A range of numbers, low before high, of a kind that the option takes."""
     named = f"{place}: {option.leaf}: {kind} {list(values)}"
     count = KINDS[kind]
@@ -128,7 +132,9 @@ def _check_numbers(option: Option, kind: str, values: list[Any] | tuple[Any, ...
         raise UserError(f"{named} is wrong: it takes {words}")
     for number in values:
         if isinstance(number, bool) or not isinstance(number, int | float):
-            raise UserError(f"{named} is wrong: {number!r} is no number; use choice for other values")
+            raise UserError(
+                f"{named} is wrong: {number!r} is no number; use choice for other values"
+            )
         if not math.isfinite(number):
             raise UserError(f"{named} is wrong: a bound must be finite")
         if kind == "randint" and not isinstance(number, int):

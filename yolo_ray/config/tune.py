@@ -37,7 +37,8 @@ class TuneOptions(Section):
         default="asha", description="who is stopped early (asha), or copied and mutated (pbt)"
     )
     grace_period: Count | Literal["auto"] = Field(
-        default="auto", description="epochs before a trial may be stopped; auto: an eighth of epochs"
+        default="auto",
+        description="epochs before a trial may be stopped; auto: an eighth of epochs",
     )
     reduction_factor: Annotated[float, Field(gt=1.0)] = Field(
         default=3.0, description="asha goes on with the best 1/reduction_factor at each rung"
@@ -51,7 +52,8 @@ class TuneOptions(Section):
         "{val/map50_95: 1, latency_ms: -0.01, parameters_m: -0.005}",
     )
     warm_start: str | None = Field(
-        default=None, description="(also tune.from) an earlier study's folder, to learn from its trials"
+        default=None,
+        description="(also tune.from) an earlier study's folder, to learn from its trials",
     )
 
 

@@ -144,7 +144,9 @@ def distribution_of(domain: Domain) -> BaseDistribution:
     return FloatDistribution(low, high, log=domain.kind == "loguniform")
 
 
-def mutate(space: Mapping[str, Domain], options: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+def mutate(
+    space: Mapping[str, Domain], options: Mapping[str, Any], rng: random.Random
+) -> dict[str, Any]:
     """The explore step of population-based training (Jaderberg et al. 2017, section 4.1.1).
 
     Each option is drawn anew with probability 0.25, else a number is multiplied by 0.8 or 1.2 (and kept inside its

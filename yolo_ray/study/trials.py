@@ -119,7 +119,9 @@ def read_trials(folder: Path) -> list[Trial]:
         UserError: it is not the folder of a study.
     """
     if not (folder / JOURNAL).is_file():
-        raise UserError(f"{folder} is not the folder of a study (no {JOURNAL} in it): pass runs/NAME")
+        raise UserError(
+            f"{folder} is not the folder of a study (no {JOURNAL} in it): pass runs/NAME"
+        )
     return list(Journal(folder / JOURNAL).trials.values())
 
 
