@@ -27,7 +27,9 @@ def remove_orphans() -> int:
     removed = 0
     for group in _groups():
         state = _STATES.Name(group.state)
-        if state not in _LIVING or group.is_detached or not group.creator_actor_dead:
+        # A group that a driver created has no such actor, and counts as one whose actor is dead.
+        by_actor = not ray.ActorID(group.creator_actor_id).is_nil()
+        if not (by_actor and group.creator_actor_dead) or group.is_detached or state not in _LIVING:
             continue
         if group.creator_job_id.hex() == job or group.creator_job_dead:
             remove_placement_group(PlacementGroup(ray.PlacementGroupID(group.placement_group_id)))

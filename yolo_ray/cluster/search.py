@@ -75,6 +75,10 @@ class StudySearch(Searcher):
             if trial.state != "running":
                 self._tell(trial, trial.state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray Tune writes a copy that nobody reads: the state is the journal's."""
+        return {}
+
     @property
     def left(self) -> int:
         """Trials that are still to run."""
@@ -143,6 +147,10 @@ class Asha(AsyncHyperBandScheduler):
                 stand_in: Any = SimpleNamespace(trial_id=f"before-{number}")
                 self._replay(stand_in, self._before.pop(number))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray Tune writes a copy that nobody reads: the state is the journal's."""
+        return {}
+
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
         """A trial that goes on has been at its old rungs already."""
         super().on_trial_add(tune_controller, trial)
@@ -175,6 +183,10 @@ class Population(PopulationBasedTraining):
         )  # fmt: skip
         self._journal, self._space, self._base = journal, space, dict(base)
         self._rng = random.Random(seed + len(journal.trials))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray Tune writes a copy that nobody reads: the state is the journal's."""
+        return {}
 
     def on_trial_add(self, tune_controller: Any, trial: TuneTrial) -> None:
         """Ray refuses PBT beside a search algorithm, which might choose options; ours only hands out orders."""
@@ -223,6 +235,10 @@ class Recorder(Callback):
         """``ended``: told of a trial that has ended by itself or by the scheduler, from Ray Tune's thread."""
         self._journal, self._ended = journal, ended
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Ray Tune writes a copy that nobody reads: the state is the journal's."""
+        return {}
+
     def on_trial_result(
         self,
         iteration: int,
@@ -254,9 +270,7 @@ class Recorder(Callback):
     def on_trial_error(
         self, iteration: int, trials: list[TuneTrial], trial: TuneTrial, **info: Any
     ) -> None:
-        """Its process died: no reason but that."""
+        """Its process died: what fails inside of it is a result."""
         known = self._journal.trials[order_of(trial.config).number]
-        error = trial.get_pickled_error()
-        lines = str(error).strip().splitlines() if error is not None else []
-        reason = lines[-1].strip() if lines else "its process ended"
+        reason = "its process was killed, or its node was lost"
         self._ended(self._journal.write("end", known.number, state="failed", reason=reason))

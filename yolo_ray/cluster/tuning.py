@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -335,6 +336,8 @@ def _run(study: _Study, job: StudyJob) -> None:
 
 
 def _tuner(study: _Study, job: StudyJob, left: int) -> ray_tune.Tuner:
+    # Pages about a trial whose process died; the journal has the sentence.
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     for name, value in TUNE_ENV.items():
         os.environ.setdefault(name, value)
     scheduler = scheduler_of(
