@@ -38,7 +38,7 @@ def digest_of_run(run: Path) -> str:
 def runs_of(project: Path) -> dict[str, Any]:
     client = MlflowClient(f"sqlite:///{project}/mlflow.db")
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    return {run.info.run_name: run for run in client.search_runs(experiments)}
+    return {str(run.info.run_name): run for run in client.search_runs(experiments)}
 
 
 def test_a_study(head: Head, data: Path, tmp_path: Path) -> None:

@@ -58,6 +58,12 @@ CHANGEABLE = (
 FIXED_IN_PBT = (
     "model", "epochs", "batch", "imgsz", "seed", "freeze", "optim.optimizer", "optim.nbs", "augment.multi_scale",
 )  # fmt: skip
+TRACKED_AS: dict[str, Status] = {
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "stopped": "KILLED",
+    "running": "KILLED",
+}
 # Ray Tune's own habits, in the driver's process: results are ours, and so is the state of a study.
 TUNE_ENV = {
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
@@ -119,7 +125,10 @@ class _Study:
             self.leaving.append((time.monotonic() + LET_GO_S, trial))
 
     def ask_to_stop(self) -> None:
-        """No further trials; those that run save and stop."""
+        """No further trials; those that run save and stop.
+
+        Said again until they have: one that is just starting takes the file for that of an earlier stop.
+        """
         self.search.is_stopping = True
         for trial in self.journal.trials.values():
             place = self.folder / trial.folder
@@ -129,12 +138,14 @@ class _Study:
     def let_go(self, *, all_of_them: bool = False) -> None:
         """Free what ended trials left behind, and end their tracking runs; write the results so far."""
         remove_orphans()
+        if self.search.is_stopping and not all_of_them:
+            self.ask_to_stop()
         now = time.monotonic()
         with self.lock:
             due = [trial for at, trial in self.leaving if all_of_them or at <= now]
             self.leaving = [] if all_of_them else [one for one in self.leaving if one[0] > now]
         for trial in due:
-            status: Status = {"finished": "FINISHED", "failed": "FAILED"}.get(trial.state, "KILLED")  # type: ignore[assignment]
+            status = TRACKED_AS[trial.state]
             self.observer.end_trial(self.folder / trial.folder, status, trial.reason)
         if due:
             write_results(self.folder, self.config, self.journal.trials.values())
@@ -152,7 +163,7 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
     base = absolute_paths(config.training())
     splits = load_data(base, judge_on(base.cluster, observer.counted))
     base = _with_batch(config, base, splits[0])
-    source = find_model(base)
+    source = find_model(base.override({"resume": config.resume}))
     build_detector(
         source, splits[0].names, imgsz=base.imgsz, seed=base.seed
     )  # or its mistake, once
@@ -167,11 +178,7 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
     with claimed(folder):
         with disk_explained(folder):
             dump(config, folder / STUDY_CONFIG)
-            base = (
-                base.override({"model": keep_model(folder, source)})
-                if source != base.model or Path(source).is_file()
-                else base
-            )
+            base = base.override({"model": keep_model(folder, source)})
         tags = {
             "data_digest": splits[0].digest,
             "val_digest": splits[1].digest,
@@ -322,9 +329,8 @@ def _run(study: _Study, job: StudyJob) -> None:
         say(f"study {study.folder}: {study.sharing.sentence()}")
         if trials:
             ended = sum(trial.state != "running" for trial in trials.values())
-            say(
-                f"going on: {ended} trial(s) have ended, {len(trials) - ended} continue, {left} to run"
-            )
+            under_way = len(trials) - ended
+            say(f"going on: {ended} ended, {under_way} continue, {left - under_way} are new")
         if not left:
             return
         tuner = _tuner(study, job, left)

@@ -135,7 +135,8 @@ def apply(trials: dict[int, Trial], event: Mapping[str, Any]) -> Trial:
     match event["kind"]:
         case "report":
             trial.reports[int(event["epoch"])] = float(event["objective"])
-            if trial.value is None or event["objective"] >= trial.value:
+            # The best so far: equal to the last one where the epoch gained nothing.
+            if trial.value is None or event["objective"] > trial.value:
                 trial.value, trial.metrics = float(event["objective"]), dict(event["metrics"])
         case "exploit":
             trial.options, trial.folder = dict(event["options"]), str(event["folder"])

@@ -59,7 +59,7 @@ class StudyTable:
 
     def say(self, text: str) -> None:
         """A sentence above the table."""
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def _follow(self) -> None:
         while not self._stop.wait(PERIOD_S):
