@@ -16,12 +16,16 @@ from rich.console import Console
 
 from yolo_ray.cluster.search import Asha, Order, Population, Recorder, StudySearch, order_of
 from yolo_ray.cluster.trial import ADOPTED_FILE, adopt, check_used, config_of
+from yolo_ray.cluster.tuning import tune
+from yolo_ray.config.load import dump, load
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.config.space import Domain
-from yolo_ray.config.tune import TuneOptions
+from yolo_ray.config.tune import STUDY_CONFIG, TuneConfig, TuneOptions
+from yolo_ray.errors import UserError
 from yolo_ray.study.sampling import GridSampler
 from yolo_ray.study.trials import Journal, Trial
 from yolo_ray.track import study_pictures
+from yolo_ray.track.study import StudyObserver
 from yolo_ray.track.study_table import StudyTable, trials_table
 from yolo_ray.train.checkpoint import weights_digest
 
@@ -241,3 +245,38 @@ def test_pictures_of_any_study(tmp_path: Path) -> None:
         )
         assert all(path.stat().st_size > 4000 for path in (tmp_path / name).iterdir())
         assert len(list((tmp_path / name).iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no search space is given"),
+        (("space.batch={choice: [5, 8]}", "tune.scheduler=pbt"), "pbt cannot change batch"),
+        (("space.lr0={choice: [0.1]}", "tune.scheduler=pbt", "num_samples=1"), "to 2 or more"),
+        (("space.lr0={choice: [0.1]}", "objective=map"), "no run has a metric 'map'"),
+    ],
+)
+def test_mistakes_are_told_before_data_or_cluster_are_looked_at(
+    arguments: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        tune(load(["data=nowhere.yaml", *arguments], TuneConfig), StudyObserver())
+
+
+def test_a_study_goes_on_with_what_it_compares(tmp_path: Path) -> None:
+    given = ["data=nowhere.yaml", "space.lr0={choice: [0.1]}", "epochs=4"]
+    dump(load(given, TuneConfig), tmp_path / STUDY_CONFIG)
+    for change, name in (
+        ("epochs=5", "epochs"),
+        ("space.lr0={choice: [0.2]}", "space"),
+        ("search=grid", "tune.search"),
+    ):
+        config = load([f"resume={tmp_path}", change], TuneConfig)
+        with pytest.raises(UserError, match=rf"the study has {name}=.*could not be compared"):
+            tune(config, StudyObserver())
+    config = load(
+        [f"resume={tmp_path}", "num_samples=50", "max_concurrent=3", "cluster.address=local"],
+        TuneConfig,
+    )
+    with pytest.raises(UserError, match=r"nowhere.yaml"):  # the next thing that is judged
+        tune(config, StudyObserver())
