@@ -79,11 +79,6 @@ class _Follower:
     steps_per_epoch: int = 0
     costs: dict[str, float] = field(default_factory=dict)
 
-    def skip_old(self) -> None:
-        """Those of the run before a resume were reported then; what the model costs is kept."""
-        for _ in self.evaluations():
-            pass
-
     def evaluations(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Epoch and metrics of every evaluation that is new."""
         if not self.path.exists():
@@ -140,7 +135,9 @@ class _Attempt:
     def run(self) -> None:
         adopt(self.folder, _forwarded())
         config = config_of(self.job.base, self.order, self.folder)
-        self.follower.skip_old()
+        # Those of before a resume were reported then, but for the last one perhaps: "best so far" counts them.
+        for epoch, metrics in self.follower.evaluations():
+            self._note(epoch, metrics)
         outcome = in_thread(lambda: self._train(config), "train")
         while not outcome.done():
             self._pass_on(config)
@@ -177,12 +174,12 @@ class _Attempt:
     def _note(self, epoch: int, metrics: dict[str, float]) -> None:
         metrics = metrics | self.follower.costs
         value = value_of(self.job.weights, metrics)
-        self.best = max(self.best, value)
+        if value > self.best:
+            self.best = value
+            shown = {*self.job.weights, "val/map50_95", "val/map50"}
+            kept = {name: metrics[name] for name in metrics if name in shown}
+            self.last["metrics"] = json.dumps(kept)  # of the best epoch
         self.last |= {EPOCH: epoch, OBJECTIVE: self.best, CURRENT: value}
-        kept = {name: metrics[name] for name in metrics if name in self.job.weights} | {
-            name: metrics[name] for name in ("val/map50_95", "val/map50") if name in metrics
-        }
-        self.last["metrics"] = json.dumps(kept)
 
     def _forward(self, epoch: int, pointer: Path) -> None:
         """Keep the state after this epoch aside for who takes it over; Ray Tune gets a pointer to it."""

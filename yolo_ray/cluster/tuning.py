@@ -9,8 +9,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,36 +28,26 @@ from yolo_ray.cluster.folder import (
 from yolo_ray.cluster.groups import remove_orphans
 from yolo_ray.cluster.launch import Status, check_device, in_thread, load_data, stop_on_signals
 from yolo_ray.cluster.preflight import connect, living_nodes, wait_for_cpus
-from yolo_ray.cluster.probe import resolve_batch
 from yolo_ray.cluster.scan import judge_on
 from yolo_ray.cluster.search import Recorder, StudySearch, scheduler_of
 from yolo_ray.cluster.sharing import ACTOR_CPUS, Sharing, share_on
+from yolo_ray.cluster.terms import checked_space, earlier_trials, models_of, with_batch
 from yolo_ray.cluster.trial import StudyJob, TrialObservers, run_trial
-from yolo_ray.config.load import dump, load
-from yolo_ray.config.schema import AUTO_BATCH, TrainConfig
-from yolo_ray.config.space import Domain, domains_of
+from yolo_ray.config.load import dump
+from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.space import Domain
 from yolo_ray.config.tune import STUDY_CONFIG, TuneConfig
-from yolo_ray.data.records import Records
 from yolo_ray.errors import StopRequested, UserError
 from yolo_ray.model.build import build_detector
 from yolo_ray.study.objective import weights_of
 from yolo_ray.study.results import write_results
 from yolo_ray.study.sampling import SAMPLERS, Sampler
-from yolo_ray.study.trials import JOURNAL, Journal, Trial, read_trials
+from yolo_ray.study.trials import JOURNAL, Journal, Trial
 from yolo_ray.train.checkpoint import disk_explained
 from yolo_ray.train.loop import STOP_FILE
 
 TICK_S = 0.5
 LET_GO_S = 5.0  # after its end a trial's workers are surely gone, and its tracking run can be ended
-# What a study may change when it goes on: how it runs, not what it compares.
-CHANGEABLE = (
-    "project", "name", "resume", "log_steps", "data.cache", "data.cache_dir", "cluster.", "mlflow.", "checkpoint.",
-    "tune.num_samples", "tune.max_concurrent", "tune.gpu_per_trial", "tune.workers_per_trial",
-)  # fmt: skip
-# What a state depends on: a trial that takes over another's cannot have another one.
-FIXED_IN_PBT = (
-    "model", "epochs", "batch", "imgsz", "seed", "freeze", "optim.optimizer", "optim.nbs", "augment.multi_scale",
-)  # fmt: skip
 TRACKED_AS: dict[str, Status] = {
     "finished": "FINISHED",
     "failed": "FAILED",
@@ -130,7 +120,7 @@ class _Study:
         Said again until they have: one that is just starting takes the file for that of an earlier stop.
         """
         self.search.is_stopping = True
-        for trial in self.journal.trials.values():
+        for trial in list(self.journal.trials.values()):  # Ray Tune's thread adds to them
             place = self.folder / trial.folder
             if trial.state == "running" and place.is_dir():
                 (place / STOP_FILE).touch()
@@ -148,6 +138,11 @@ class _Study:
             status = TRACKED_AS[trial.state]
             self.observer.end_trial(self.folder / trial.folder, status, trial.reason)
         if due:
+            self.write()
+
+    def write(self) -> None:
+        """The results so far."""
+        with disk_explained(self.folder):
             write_results(self.folder, self.config, self.journal.trials.values())
 
 
@@ -158,16 +153,15 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
         UserError: anything wrong with options, space, data, model, folder or cluster, or no trial came to anything.
         StopRequested: Ctrl-C or SIGTERM; every trial's last checkpoint is intact.
     """
-    space = _checked_space(config)
+    space = checked_space(config)
     weights = weights_of(config.tune.objective)
     base = absolute_paths(config.training())
     splits = load_data(base, judge_on(base.cluster, observer.counted))
-    base = _with_batch(config, base, splits[0])
+    base = with_batch(config, base, splits[0])
     source = find_model(base.override({"resume": config.resume}))
-    build_detector(
-        source, splits[0].names, imgsz=base.imgsz, seed=base.seed
-    )  # or its mistake, once
-    earlier = _earlier_trials(config)
+    for model in (source, *models_of(space)):  # or its mistake, once
+        build_detector(model, splits[0].names, imgsz=base.imgsz, seed=base.seed)
+    earlier = earlier_trials(config)
     check_writable(Path(config.resume or base.project))
     connect(config.cluster.address)
     sharing = share_on(living_nodes(), base.cluster, config.tune)
@@ -196,64 +190,6 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
             period=config.tune.perturb_period if config.tune.scheduler == "pbt" else 0,
         )  # fmt: skip
         return _ended_properly(study, job)
-
-
-def _checked_space(config: TuneConfig) -> dict[str, Domain]:
-    space = domains_of(config.space)
-    if not space:
-        raise UserError(
-            "no search space is given: add configs/tune.yaml, or ranges such as 'space.lr0={loguniform: [1e-4, 1e-1]}'"
-        )
-    fixed = [name for name in space if name in FIXED_IN_PBT]
-    if config.tune.scheduler == "pbt" and fixed:
-        raise UserError(
-            f"tune.scheduler=pbt cannot change {fixed[0]}: a trial goes on from another's state, which belongs to its "
-            f"{fixed[0]}; take it out of the space, or use tune.scheduler=asha"
-        )
-    if config.tune.scheduler == "pbt" and config.tune.num_samples < 2:
-        raise UserError("tune.scheduler=pbt compares trials: set tune.num_samples to 2 or more")
-    if config.resume:
-        _refuse_changes(config, Path(config.resume))
-    return space
-
-
-def _refuse_changes(config: TuneConfig, folder: Path) -> None:
-    """Trials of one study are compared, so what they have in common stays."""
-    before = load([str(folder / STUDY_CONFIG)], TuneConfig).flat()
-    for name, value in config.flat().items():
-        if before[name] != value and not name.startswith(CHANGEABLE):
-            raise UserError(
-                f"resume={folder}: the study has {name}={before[name]}, not {value}: its trials could not be compared; "
-                f"leave {name} as it is, or begin a new study with tune.from={folder}"
-            )
-
-
-def _with_batch(config: TuneConfig, base: TrainConfig, train: Records) -> TrainConfig:
-    if base.batch == AUTO_BATCH and config.tune.gpu_per_trial not in (
-        "auto",
-        float(base.cluster.workers),
-    ):
-        raise UserError(
-            "batch=auto measures a whole GPU, and trials have a part of one (tune.gpu_per_trial): set batch"
-        )
-    return resolve_batch(base, train)
-
-
-def _earlier_trials(config: TuneConfig) -> list[Trial]:
-    """Those of ``tune.from``, under numbers that no trial of this study has."""
-    if config.tune.warm_start is None:
-        return []
-    folder = Path(config.tune.warm_start)
-    trials = read_trials(folder)
-    objective = load([str(folder / STUDY_CONFIG)], TuneConfig).tune.objective
-    if objective != config.tune.objective:
-        raise UserError(
-            f"tune.from={folder}: that study's objective is {objective}, this one's {config.tune.objective}: they "
-            "cannot be compared"
-        )
-    return [
-        replace(trial, number=-1 - trial.number) for trial in trials if trial.state != "running"
-    ]
 
 
 def _search(
@@ -311,12 +247,12 @@ def _ended_properly(study: _Study, job: StudyJob) -> dict[str, Any]:
         reason = str(error)
         raise
     finally:
-        study.let_go(all_of_them=True)
-        write_results(study.folder, study.config, study.journal.trials.values())
-        study.observer.finish(study.folder, study.space, status, reason)
-        shutil.rmtree(
-            study.folder / "ray", ignore_errors=True
-        )  # Ray Tune's notes; the state is ours
+        with ExitStack() as last:  # each of them, whatever the others come to; the last one first
+            notes = study.folder / "ray"  # Ray Tune's; the state is ours
+            last.callback(shutil.rmtree, notes, ignore_errors=True)
+            last.callback(study.observer.finish, study.folder, study.space, status, reason)
+            last.callback(study.write)
+            last.callback(study.let_go, all_of_them=True)
 
 
 def _run(study: _Study, job: StudyJob) -> None:
@@ -348,7 +284,7 @@ def _tuner(study: _Study, job: StudyJob, left: int) -> ray_tune.Tuner:
         os.environ.setdefault(name, value)
     scheduler = scheduler_of(
         study.journal, study.config.tune, study.space,
-        epochs=study.base.epochs, seed=study.base.seed, base=_base_options(study.base, study.space),
+        epochs=_most_epochs(study.base, study.space), seed=study.base.seed, base=_base_options(study.base, study.space),
     )  # fmt: skip
     trainable = ray_tune.with_parameters(run_trial, job=job)
     return ray_tune.Tuner(
@@ -362,6 +298,11 @@ def _tuner(study: _Study, job: StudyJob, left: int) -> ray_tune.Tuner:
             callbacks=[Recorder(study.journal, study.ended)],
         ),
     )  # fmt: skip
+
+
+def _most_epochs(base: TrainConfig, space: Mapping[str, Domain]) -> int:
+    """Of any trial: that is where the last rung lies."""
+    return max(base.epochs, *(space["epochs"].ends if "epochs" in space else ()), 1)
 
 
 def _result(study: _Study) -> dict[str, Any]:

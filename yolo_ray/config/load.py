@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,10 +63,17 @@ def load(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
 
 
 def dump(config: Configuration, path: Path) -> None:
-    """Write every option and which ones the user gave: ``load([path])`` gives an equal config."""
-    path.write_text(
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
-    )
+    """Write every option and which ones the user gave: ``load([path])`` gives an equal config.
+
+    A kill in the middle leaves the file of before.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def default_yaml(schema: type[Configuration] = TrainConfig) -> str:
@@ -158,7 +166,8 @@ class _Merge(Generic[Config]):
         name = find_option(TrainConfig, key, setting.place).name
         if value is not None:
             domain = parse_domain(key, value, setting.place)
-            value = {domain.kind: list(domain.values)}
+            values = [_file_of(one) if name == "model" else one for one in domain.values]
+            value = {domain.kind: values}
         self.values[SPACE] = self.values.get(SPACE, {}) | {name: value}
         self.places[f"{SPACE}.{name}"] = setting.place
         self.given.add(SPACE)
@@ -184,6 +193,12 @@ def _absolute(value: str, folder: Path) -> str:
     path = Path(value).expanduser()
     beside, here = folder.absolute() / path, path.absolute()
     return str((here if here.exists() and not beside.exists() else beside).resolve())
+
+
+def _file_of(value: Any) -> Any:
+    """A model's file by its absolute path: trials run in other folders. A name stays one."""
+    path = Path(str(value)).expanduser()
+    return str(path.resolve()) if path.is_file() else value
 
 
 def _settings_of(record: Path, schema: type[Configuration]) -> list[Setting]:

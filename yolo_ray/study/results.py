@@ -51,8 +51,8 @@ def best_options(config: TuneConfig, best: Trial) -> dict[str, Any]:
 def _write_best(path: Path, folder: Path, config: TuneConfig, best: Trial) -> None:
     what = "the baseline" if not best.options else f"trial {best.number}"
     lines = [
-        f"# The best options of the study {folder.name}: {what}, objective {best.value:.5g} at epoch "
-        f"{max(best.reports, default=0)}.",
+        f"# The best options of the study {folder.name}: {what}, objective {best.value:.5g} in {best.epoch} "
+        "epoch(s).",
         "#   python -m pipelines.train best.yaml",
     ]
     if best.donors:
