@@ -15,8 +15,9 @@ from ray.tune.search import Searcher
 from rich.console import Console
 
 from yolo_ray.cluster.search import Asha, Order, Population, Recorder, StudySearch, order_of
-from yolo_ray.cluster.trial import ADOPTED_FILE, adopt, check_used, config_of
-from yolo_ray.cluster.tuning import tune
+from yolo_ray.cluster.terms import checked_space, earlier_trials
+from yolo_ray.cluster.trial import ADOPTED_FILE, _Attempt, adopt, check_used, config_of
+from yolo_ray.cluster.tuning import _most_epochs, tune
 from yolo_ray.config.load import dump, load
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.config.space import Domain
@@ -28,6 +29,7 @@ from yolo_ray.track import study_pictures
 from yolo_ray.track.study import StudyObserver
 from yolo_ray.track.study_table import StudyTable, trials_table
 from yolo_ray.train.checkpoint import weights_digest
+from yolo_ray.train.events import EventLog
 
 SPACE = {"optim.lr0": Domain("optim.lr0", "choice", (0.1, 0.01, 0.001))}
 
@@ -152,6 +154,29 @@ def test_rungs_are_the_same_after_a_resume(journal: Journal) -> None:
 def test_auto_grace_is_an_eighth_of_the_epochs(journal: Journal) -> None:
     assert min(rungs(Asha(journal, TuneOptions(), 80))) == 10
     assert min(rungs(Asha(journal, TuneOptions(), 3))) == 1
+
+
+def test_the_last_rung_lies_where_the_longest_trial_ends() -> None:
+    base = TrainConfig().override({"data.path": "/d.yaml", "epochs": 5})
+    longer = {"epochs": Domain("epochs", "randint", (2, 9))}
+    assert (_most_epochs(base, SPACE), _most_epochs(base, longer)) == (5, 9)
+
+
+def test_best_so_far_counts_what_was_evaluated_before_a_kill(tmp_path: Path) -> None:
+    """The driver may have been killed before it wrote the best epoch down."""
+    (tmp_path / "trials").mkdir()
+    job: Any = SimpleNamespace(study=tmp_path, weights={"val/map50": 1.0})
+    events = EventLog(tmp_path / "trials/events.jsonl")
+    events.write("step", steps=6)
+    for epoch, value in ((1, 0.7), (2, 0.4)):
+        events.write("val", **{"epoch": epoch, "val/map50": value})
+    attempt = _Attempt(job, Order(3, {}, "trials"), {})
+    attempt.take_in_old()
+    assert (attempt.last["epoch"], attempt.last["objective"]) == (2, 0.7)
+    events.write("val", **{"epoch": 3, "val/map50": 0.5})
+    attempt.take_in_old()
+    assert attempt.last["objective"] == 0.7 and attempt.last["current"] == 0.5
+    assert json.loads(attempt.last["metrics"]) == {"val/map50": 0.7}, "of the best epoch"
 
 
 def test_an_exploit_mutates_the_donor_for_a_folder_of_its_own(journal: Journal) -> None:
@@ -280,3 +305,15 @@ def test_a_study_goes_on_with_what_it_compares(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"nowhere.yaml"):  # the next thing that is judged
         tune(config, StudyObserver())
+
+
+def test_an_earlier_study_that_has_gone(tmp_path: Path) -> None:
+    given = ["data=nowhere.yaml", "space.lr0={choice: [0.1]}", f"tune.from={tmp_path / 'gone'}"]
+    with pytest.raises(UserError, match=r"^tune.from=.*gone is not the folder of a study") as told:
+        earlier_trials(load(given, TuneConfig))
+    assert "null" not in str(told.value)
+    dump(load(given, TuneConfig), tmp_path / STUDY_CONFIG)
+    with pytest.raises(UserError, match=r"go on without it: tune.from=null"):
+        earlier_trials(load([f"resume={tmp_path}"], TuneConfig))
+    config = load([f"resume={tmp_path}", "tune.from=null"], TuneConfig)
+    assert earlier_trials(config) == [] and checked_space(config)

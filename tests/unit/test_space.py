@@ -44,6 +44,15 @@ def test_ranges_are_merged_by_name_and_null_takes_one_out(tmp_path: Path) -> Non
     assert config.training().optim.lr0 == 0.01, "a range is no value"
 
 
+def test_a_models_file_is_found_from_any_folder_and_a_name_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    config = study("space.model={choice: [mine.yaml, yolo11n.yaml]}")
+    assert config.space == {"model": {"choice": [str(tmp_path / "mine.yaml"), "yolo11n.yaml"]}}
+
+
 def test_bare_names_and_tune_from(tmp_path: Path) -> None:
     config = study("num_samples=3", f"tune.from={tmp_path}", "workers_per_trial=2", "search=random")
     assert (config.tune.num_samples, config.tune.warm_start) == (3, str(tmp_path))
@@ -57,7 +66,13 @@ def test_a_study_is_read_back_from_its_record(tmp_path: Path) -> None:
         "space.freeze={choice: [null, [0, 1], 3]}",
         "batch=4",
     )
-    dump(config, tmp_path / STUDY_CONFIG)
+    dump(study("space.lr0={choice: [1]}"), tmp_path / STUDY_CONFIG)
+    with open(
+        tmp_path / STUDY_CONFIG
+    ) as before:  # replaced whole: who reads it sees one or the other
+        dump(config, tmp_path / STUDY_CONFIG)
+        assert "choice:\n    - 1\n" in before.read().replace("      ", "    ")
+    assert [path.name for path in tmp_path.iterdir()] == [STUDY_CONFIG]
     again = load([f"resume={tmp_path}", "num_samples=9"], TuneConfig)
     assert again.space == config.space and again.batch == 4 and again.tune.num_samples == 9
     assert again.training() == config.training()

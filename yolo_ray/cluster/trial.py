@@ -135,9 +135,7 @@ class _Attempt:
     def run(self) -> None:
         adopt(self.folder, _forwarded())
         config = config_of(self.job.base, self.order, self.folder)
-        # Those of before a resume were reported then, but for the last one perhaps: "best so far" counts them.
-        for epoch, metrics in self.follower.evaluations():
-            self._note(epoch, metrics)
+        self.take_in_old()
         outcome = in_thread(lambda: self._train(config), "train")
         while not outcome.done():
             self._pass_on(config)
@@ -148,6 +146,11 @@ class _Attempt:
         metrics = {f"val/{k}": float(v) for k, v in result.items() if isinstance(v, float | int)}
         self._note(result["best_epoch"], metrics)
         self.last[EPOCH] = result["epochs"]
+
+    def take_in_old(self) -> None:
+        """Evaluations of before a resume: reported then, but for the last one perhaps, and part of the best so far."""
+        for epoch, metrics in self.follower.evaluations():
+            self._note(epoch, metrics)
 
     def _train(self, config: TrainConfig) -> dict[str, Any]:
         splits = (ray.get(self.job.train), ray.get(self.job.val))
