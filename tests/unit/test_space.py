@@ -53,6 +53,17 @@ def test_a_models_file_is_found_from_any_folder_and_a_name_stays(
     assert config.space == {"model": {"choice": [str(tmp_path / "mine.yaml"), "yolo11n.yaml"]}}
 
 
+def test_a_space_without_lines_adds_nothing_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text("space:\n#  lr0: {uniform: [0.1, 0.2]}\n")
+    given = "space.lr0={choice: [0.1]}"
+    assert study(given, str(path)).space == {"optim.lr0": {"choice": [0.1]}}
+    assert study(str(path)).space == {}
+    for wrong in ("space=3", "space=null", "space=[lr0]"):
+        with pytest.raises(UserError, match="'space=.*space is a mapping from options to ranges"):
+            study(given, wrong)
+
+
 def test_bare_names_and_tune_from(tmp_path: Path) -> None:
     config = study("num_samples=3", f"tune.from={tmp_path}", "workers_per_trial=2", "search=random")
     assert (config.tune.num_samples, config.tune.warm_start) == (3, str(tmp_path))

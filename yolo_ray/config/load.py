@@ -148,6 +148,13 @@ class _Merge(Generic[Config]):
         if self.schema is TuneConfig:
             if setting.key.startswith(f"{SPACE}."):
                 return self._put_range(setting)
+            if setting.key == SPACE and (setting.value or setting.text is not None):
+                raise UserError(
+                    f"{setting.place}: space is a mapping from options to ranges; for example "
+                    "space: {lr0: {loguniform: [1e-4, 1e-1]}}"
+                )
+            if setting.key == SPACE:  # all its lines are commented out: it adds nothing
+                setting = replace(setting, value=self.values.get(SPACE, {}))
             setting = replace(setting, key=ALIASES.get(setting.key, setting.key))
         is_data = setting.key == "data" and setting.text is not None
         option = find_option(self.schema, "data.path" if is_data else setting.key, setting.place)
