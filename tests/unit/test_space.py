@@ -60,7 +60,7 @@ def test_a_space_without_lines_adds_nothing_and_one_that_is_none_is_refused(tmp_
     assert study(given, str(path)).space == {"optim.lr0": {"choice": [0.1]}}
     assert study(str(path)).space == {}
     for wrong in ("space=3", "space=null", "space=[lr0]"):
-        with pytest.raises(UserError, match="'space=.*space is a mapping from options to ranges"):
+        with pytest.raises(UserError, match=r"'space=.*space is a mapping from options to ranges"):
             study(given, wrong)
 
 

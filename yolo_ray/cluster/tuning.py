@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,10 +105,20 @@ class _Study:
     search: StudySearch
     observer: StudyObserver
     sharing: Sharing
+    joined_here: bool  # or the caller had joined the cluster before
 
     def __post_init__(self) -> None:
+        self.outcome: Future[Any] | None = None  # of Ray Tune's thread
         self.leaving: list[tuple[float, Trial]] = []  # ended, whose workers may still be there
         self.lock = threading.Lock()
+
+    def leave_cluster(self) -> None:
+        """A thread of Ray's prints what it warns of on stdout, where the result is to be the last line.
+
+        Ray Tune's thread, should it still be there, would only start another cluster.
+        """
+        if self.joined_here and (self.outcome is None or self.outcome.done()):
+            ray.shutdown()
 
     def ended(self, trial: Trial) -> None:
         """From Ray Tune's thread."""
@@ -163,6 +174,7 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
         build_detector(model, splits[0].names, imgsz=base.imgsz, seed=base.seed)
     earlier = earlier_trials(config)
     check_writable(Path(config.resume or base.project))
+    joined_here = not ray.is_initialized()
     connect(config.cluster.address)
     sharing = share_on(living_nodes(), base.cluster, config.tune)
     remove_orphans()  # of a driver that was killed
@@ -183,7 +195,7 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
             base = base.override({"mlflow.uri": uri})
         journal = Journal(folder / JOURNAL)
         search = _search(config, base, space, journal, earlier)
-        study = _Study(config, base, folder, space, journal, search, observer, sharing)
+        study = _Study(config, base, folder, space, journal, search, observer, sharing, joined_here)
         job = StudyJob(
             study=folder, base=base, train=ray.put(splits[0]), val=ray.put(splits[1]), placement=sharing.placement,
             weights=weights, observers=observers, env=_carried_settings(),
@@ -248,6 +260,7 @@ def _ended_properly(study: _Study, job: StudyJob) -> dict[str, Any]:
         raise
     finally:
         with ExitStack() as last:  # each of them, whatever the others come to; the last one first
+            last.callback(study.leave_cluster)
             notes = study.folder / "ray"  # Ray Tune's; the state is ours
             last.callback(shutil.rmtree, notes, ignore_errors=True)
             last.callback(study.observer.finish, study.folder, study.space, status, reason)
@@ -270,7 +283,7 @@ def _run(study: _Study, job: StudyJob) -> None:
         if not left:
             return
         tuner = _tuner(study, job, left)
-        outcome = in_thread(tuner.fit, "tune")
+        outcome = study.outcome = in_thread(tuner.fit, "tune")
         while not outcome.done():
             study.let_go()
             time.sleep(TICK_S)
