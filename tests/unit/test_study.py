@@ -157,6 +157,13 @@ def test_mutations_stay_inside_and_near() -> None:
     assert {json.dumps(one["freeze"]) for one in seen} == {"null", "3", "[0, 1]"}
 
 
+def test_optuna_says_nothing_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    optuna.logging.set_verbosity(optuna.logging.INFO)  # its default; it writes to stderr
+    importances([Trial(0, {}, "trials/000")], SPACE)
+    mutate(SPACE, {}, random.Random(0))
+    assert capfd.readouterr().err == ""
+
+
 def test_importance_finds_the_option_that_matters() -> None:
     trials = run(at_random(SPACE, 0, 40), 40)
     shares = importances(trials, SPACE)

@@ -46,10 +46,9 @@ class OptunaSampler:
     """
 
     def __init__(self, space: Mapping[str, Domain], sampler: optuna.samplers.BaseSampler) -> None:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._space = dict(space)
         self._distributions = {name: distribution_of(domain) for name, domain in space.items()}
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+        self._study = _new_study(sampler)
         self._asked: dict[int, optuna.Trial] = {}
 
     def ask(self, number: int) -> dict[str, Any] | None:
@@ -167,7 +166,7 @@ def _mutated(domain: Domain, value: Any, rng: random.Random) -> Any:
 
 def _drawn(domain: Domain, rng: random.Random) -> Any:
     low_high = optuna.samplers.RandomSampler(seed=rng.getrandbits(32))
-    study = optuna.create_study(sampler=low_high)
+    study = _new_study(low_high)
     asked = study.ask({domain.name: distribution_of(domain)})
     return _value(domain, asked.params[domain.name])
 
@@ -178,7 +177,7 @@ def importances(trials: Iterable[Trial], space: Mapping[str, Domain]) -> dict[st
     Empty for fewer than 4 trials with a value, or when all are equal.
     """
     distributions = {name: distribution_of(domain) for name, domain in space.items()}
-    study = optuna.create_study(direction="maximize")
+    study = _new_study(None)
     values = set()
     for trial in trials:
         # A stopped trial counts with what it had reached.
@@ -190,6 +189,12 @@ def importances(trials: Iterable[Trial], space: Mapping[str, Domain]) -> dict[st
         return {}
     evaluator = optuna.importance.FanovaImportanceEvaluator(seed=0)
     return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))
+
+
+def _new_study(sampler: optuna.samplers.BaseSampler | None) -> optuna.Study:
+    """In memory, without Optuna's lines about it, which say nothing of ours."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna.create_study(direction="maximize", sampler=sampler)
 
 
 def _frozen(
