@@ -97,7 +97,7 @@ class Head:
     def train_workers(self) -> list[int]:
         """Process ids of this head's training workers, and of no other cluster's."""
         family = psutil.Process(self.pid).children(recursive=True)
-        return sorted(p.pid for p in family if "RayTrainWorker" in " ".join(p.cmdline()))
+        return sorted(p.pid for p in family if is_train_worker(p))
 
 
 @pytest.fixture(scope="session")
@@ -146,6 +146,14 @@ def trained(
     outcome = head.run("train", f"data={data}", f"project={project}", "epochs=2", *SMALL)
     assert outcome.code == 0, outcome.stderr
     return project / "train", outcome, before
+
+
+def is_train_worker(process: psutil.Process) -> bool:
+    """One that has ended meanwhile is none."""
+    try:
+        return "RayTrainWorker" in " ".join(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def digest_of(folder: Path) -> str:

@@ -25,8 +25,9 @@ LAYERS = {
     "bench": MIDDLE | {"step"},
     "train": MIDDLE | {"step"},
     "export": MIDDLE,
-    "cluster": MIDDLE | {"step", "train", "export"},
-    "track": LOW | {"data", "augment"},
+    "study": LOW,
+    "cluster": MIDDLE | {"step", "train", "study", "export"},
+    "track": LOW | {"data", "augment", "study"},
 }
 # The only places that may import a dependency; a folder or a file.
 DOORS = {
@@ -42,6 +43,7 @@ DOORS = {
         "yolo_ray/data/shards.py",
     ),
     "mlflow": ("yolo_ray/track/",),
+    "optuna": ("yolo_ray/study/sampling.py",),
     "fsspec": ("yolo_ray/data/storage.py",),
     "nvidia": ("yolo_ray/data/decoding.py",),
     "onnx": ("yolo_ray/export/",),
@@ -253,6 +255,7 @@ def test_no_file_names_a_machine_of_ours() -> None:
         ("yolo_ray/data/plan.py", "from yolo_ray.train import loop", 1),
         ("yolo_ray/data/plan.py", "def f():\n    import yolo_ray.cluster.launch", 1),
         ("yolo_ray/track/run.py", "from yolo_ray.train.report import Tracker", 1),
+        ("yolo_ray/study/trials.py", "from yolo_ray.cluster import search", 1),
         ("yolo_ray/cluster/launch.py", "from yolo_ray.train import loop", 0),
         ("yolo_ray/cluster/launch.py", "from pipelines import train", 1),
         ("pipelines/train.py", "from yolo_ray.cluster import launch", 0),
@@ -271,6 +274,7 @@ def test_the_layer_check_can_fail(path: str, source: str, count: int) -> None:
         ("yolo_ray/cluster/launch.py", "import ray\nray.data.range(3)", 1),
         ("yolo_ray/cluster/launch.py", "from ray import data", 1),
         ("pipelines/train.py", "import mlflow", 1),
+        ("yolo_ray/cluster/search.py", "import optuna", 1),
         ("yolo_ray/data/pipeline.py", "import ray.data", 0),
         ("yolo_ray/data/storage.py", "import fsspec.asyn", 0),
         ("yolo_ray/data/records.py", "import fsspec", 1),

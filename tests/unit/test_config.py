@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from yolo_ray.config.load import default_yaml, dump, load
 from yolo_ray.config.options import options_of, sections_of
 from yolo_ray.config.schema import EvaluateConfig, TrainConfig
+from yolo_ray.config.tune import TuneConfig
 from yolo_ray.config.unsupported import UNSUPPORTED
 from yolo_ray.errors import UserError
 
@@ -291,8 +292,10 @@ def test_default_yaml_is_the_schema() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_config_loads_and_opens_with_its_launch_command(path: Path) -> None:
     comment = [line for line in path.read_text().splitlines()[:5] if line.startswith("#")]
-    assert any(f"python -m pipelines.train configs/{path.name}" in line for line in comment)
-    assert load(["data=x.yaml", str(path)]).epochs > 0
+    is_study = path.name == "tune.yaml"
+    pipeline = "tune" if is_study else "train"
+    assert any(f"python -m pipelines.{pipeline} configs/{path.name}" in line for line in comment)
+    assert load(["data=x.yaml", str(path)], TuneConfig if is_study else TrainConfig).epochs > 0
 
 
 def test_evaluation_has_options_of_its_own(in_tmp: Path) -> None:

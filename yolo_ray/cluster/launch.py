@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import ray
 import ray.train
@@ -42,7 +43,7 @@ from yolo_ray.cluster.sentences import (
 )
 from yolo_ray.cluster.worker import FAILURE_FILE, EvaluateJob, Job, find_user_error, train_worker
 from yolo_ray.config.load import RUN_CONFIG, dump
-from yolo_ray.config.schema import EvaluateConfig, TrainConfig
+from yolo_ray.config.schema import ClusterConfig, EvaluateConfig, TrainConfig
 from yolo_ray.data.plan import Plan
 from yolo_ray.data.reading import Reading
 from yolo_ray.data.records import Judge, Records, load_records
@@ -58,6 +59,7 @@ from yolo_ray.train.report import NullTracker, Tracker
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 STOP_GRACE_S = 120.0
+T = TypeVar("T")
 
 
 class Observer(Protocol):
@@ -90,7 +92,28 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         StopRequested: Ctrl-C or SIGTERM; the last checkpoint is intact.
     """
     config = absolute_paths(config)
-    train_records, val_records = _load_data(config, judge_on(config.cluster, observer.counted))
+    splits = load_data(config, judge_on(config.cluster, observer.counted))
+    return train_on(config, splits, observer, place)
+
+
+def train_on(
+    config: TrainConfig,
+    splits: tuple[Records, Records],
+    observer: Observer,
+    placing: Callable[[ClusterConfig], Placement],
+    *,
+    measures_costs: bool = False,
+) -> dict[str, Any]:
+    """``train`` on photos that were judged before, those to train and those to validate with.
+
+    Args:
+        config: its paths are absolute.
+        splits: training and validation.
+        observer: tracking and progress.
+        placing: what the workers take of the cluster.
+        measures_costs: whether rank 0 measures the model itself first, for a study's objective.
+    """
+    train_records, val_records = splits
     reading = reading_of(config.data, config.imgsz, train_records, val_records)
     reading = replace(reading, encoded=config.data.decode == "gpu")
     config = resolve_batch(config, train_records)
@@ -107,7 +130,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         _check_resume(config, plan, detector)
     check_writable(Path(config.resume or config.project))
     connect(config.cluster.address)
-    placement = place(config.cluster)
+    placement = placing(config.cluster)
     check_device(config, placement)
     folder = open_folder(config)
     sentences = [
@@ -121,7 +144,7 @@ def train(config: TrainConfig, observer: Observer) -> dict[str, Any]:
         with disk_explained(folder):
             model = keep_model(folder, source)
         job = _build_job(config, folder, placement, plan, val_records, model)
-        job = replace(job, reading=reading)
+        job = replace(job, reading=reading, measures_costs=measures_costs)
         return _train_in(job, plan, val_records.digest, observer, sentences + cache_sentences)
 
 
@@ -143,7 +166,7 @@ def _train_in(
         raise
     with _ended_properly(observer, tracker, folder):
         job = replace(job, tracker=tracker)
-        with observer.follow(folder), _stop_on_signals(folder):
+        with observer.follow(folder), stop_on_signals(partial(_ask_to_stop, folder)):
             for kind, sentence in (*sentences, ("note", job.optim.reason)):
                 if sentence:
                     _say(folder, sentence, kind)
@@ -188,7 +211,12 @@ def data_path(config: TrainConfig | EvaluateConfig) -> str:
     return config.data.path
 
 
-def _load_data(config: TrainConfig, judge: Judge) -> tuple[Records, Records]:
+def load_data(config: TrainConfig, judge: Judge) -> tuple[Records, Records]:
+    """The photos to train and to validate with, judged.
+
+    Raises:
+        UserError: no data, bad data, or fewer training photos than workers.
+    """
     path = data_path(config)
     train_records = load_records(path, "train", max_bad=config.data.max_bad, judge=judge)
     val_records = load_records(path, "val", max_bad=config.data.max_bad, judge=judge)
@@ -237,7 +265,7 @@ def run_workers(
             num_workers=placement.workers,
             use_gpu=placement.use_gpu,
             resources_per_worker={"CPU": placement.cpus}
-            | ({"GPU": 1} if placement.use_gpu else {}),
+            | ({"GPU": placement.gpus} if placement.use_gpu else {}),
         ),
         run_config=RunConfig(
             # A name of its own for each attempt: Ray would otherwise go on from what it knows of the last.
@@ -248,7 +276,8 @@ def run_workers(
         ),
     )
     try:
-        result = _fit_in_thread(trainer)
+        # Beside the main thread, where Ray would take Ctrl-C away from ``stop_on_signals``.
+        result = in_thread(trainer.fit, "fit").result()
     except ray.train.TrainingFailedError as error:
         raise _explained(job, error) from error
     except OutOfMemoryError as error:
@@ -263,19 +292,18 @@ def run_workers(
     return result.return_value
 
 
-def _fit_in_thread(trainer: TorchTrainer) -> ray.train.Result:
-    """``trainer.fit()`` beside the main thread, where Ray would take Ctrl-C away from ``_stop_on_signals``."""
-    outcome: Future[ray.train.Result] = Future()
+def in_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """``work()`` in a thread that does not keep the process alive: a second Ctrl-C waits for nobody."""
+    outcome: Future[T] = Future()
 
-    def fit() -> None:
+    def call() -> None:
         try:
-            outcome.set_result(trainer.fit())
-        except BaseException as error:  # raised again in the main thread
+            outcome.set_result(work())
+        except BaseException as error:  # raised again by who asks for the result
             outcome.set_exception(error)
 
-    # A daemon, so that a second Ctrl-C ends the process without waiting for the workers.
-    threading.Thread(target=fit, name="fit", daemon=True).start()
-    return outcome.result()
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return outcome
 
 
 def _explained(job: Job | EvaluateJob, error: Exception) -> Exception:
@@ -318,8 +346,8 @@ def _ended_properly(observer: Observer, tracker: Tracker, folder: Path) -> Itera
 
 
 @contextmanager
-def _stop_on_signals(folder: Path) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM asks the workers to save and stop; the second, or two minutes, ends at once."""
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM calls ``stop``; the second, or two minutes, ends at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -332,8 +360,7 @@ def _stop_on_signals(folder: Path) -> Iterator[None]:
         timers.append(threading.Timer(STOP_GRACE_S, os.kill, (os.getpid(), number)))
         timers[0].daemon = True
         timers[0].start()
-        (folder / STOP_FILE).touch()
-        _say(folder, "stopping after a checkpoint; once more to stop at once")
+        stop()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -343,6 +370,12 @@ def _stop_on_signals(folder: Path) -> Iterator[None]:
             timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _ask_to_stop(folder: Path) -> None:
+    """The workers save and stop."""
+    (folder / STOP_FILE).touch()
+    _say(folder, "stopping after a checkpoint; once more to stop at once")
 
 
 def _say(folder: Path, text: str, kind: str = "note") -> None:

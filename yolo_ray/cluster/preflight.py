@@ -45,6 +45,7 @@ class Placement:
         cpus: logical CPUs of one worker.
         threads: torch threads of one worker.
         data: the decode tasks' share of one worker.
+        gpus: of one worker where there are GPUs; less than one: it shares its GPU with other runs.
     """
 
     workers: int
@@ -52,12 +53,14 @@ class Placement:
     cpus: float
     threads: int
     data: StreamLimits
+    gpus: float = 1.0
 
     def sentence(self) -> str:
         """What was decided, for people."""
         kind = "GPU" if self.use_gpu else "CPU"
+        part = f" on {self.gpus:g} of a GPU" if self.use_gpu and self.gpus < 1 else ""
         return (
-            f"{self.workers} {kind} worker(s) with {self.cpus:g} CPUs each, "
+            f"{self.workers} {kind} worker(s){part} with {self.cpus:g} CPUs each, "
             f"{self.data.cpus:g} CPUs each for reading photos"
         )
 
@@ -123,8 +126,22 @@ def place(cluster: WorkersConfig) -> Placement:
     Raises:
         UserError: the cluster is too small, or other jobs hold what this run needs; the message says what is missing.
     """
-    placement = place_on([node["Resources"] for node in ray.nodes() if node["Alive"]], cluster)
-    needed = placement.workers * (placement.cpus + placement.data.cpus)
+    placement = place_on(living_nodes(), cluster)
+    wait_for_cpus(placement.workers * (placement.cpus + placement.data.cpus))
+    return placement
+
+
+def living_nodes() -> list[dict[str, float]]:
+    """The resources of every node that is there."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def wait_for_cpus(needed: float) -> None:
+    """Until that many CPUs are free.
+
+    Raises:
+        UserError: other jobs hold them for longer than what has ended may.
+    """
     end = time.monotonic() + BUSY_WAIT_S  # what ended a moment ago still holds its CPUs
     while (free := ray.available_resources().get("CPU", 0.0)) < needed - EPSILON:
         if time.monotonic() > end:
@@ -134,15 +151,15 @@ def place(cluster: WorkersConfig) -> Placement:
                 "or give this run a cluster of its own with cluster.address=local"
             )
         time.sleep(0.5)
-    return placement
 
 
-def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig) -> Placement:
-    """``place`` for given node resources: a pure function."""
-    workers, use_gpu = cluster.workers, _uses_gpu(nodes, cluster)
-    shares = _shares(nodes, cluster, workers, use_gpu)
+def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float = 1.0) -> Placement:
+    """``place`` for given node resources: a pure function. ``gpus``: what a worker takes where there are any."""
+    workers, use_gpu = cluster.workers, _uses_gpu(nodes, cluster, gpus)
+    # 0: the nodes are asked for no GPUs
+    shares = _shares(nodes, cluster, workers, gpus if use_gpu else 0.0)
     if shares is None:
-        raise UserError(_missing(nodes, cluster, use_gpu))
+        raise UserError(_missing(nodes, cluster, gpus if use_gpu else 0.0))
     cpus, data_cpus = shares
     each = data_cpus / workers
     store = sum(node.get("object_store_memory", 0.0) for node in nodes)
@@ -152,11 +169,12 @@ def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig) -> Placement
     share = store / (4 * (1 + limits.ahead) * workers)
     chunk_bytes = int(min(max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES))
     limits = replace(limits, chunk_bytes=chunk_bytes)
-    return Placement(workers, use_gpu, cpus, max(1, int(cpus)), limits)
+    return Placement(workers, use_gpu, cpus, max(1, int(cpus)), limits, gpus)
 
 
-def _uses_gpu(nodes: list[dict[str, float]], cluster: WorkersConfig) -> bool:
-    workers, total_gpus = cluster.workers, sum(int(node.get("GPU", 0.0)) for node in nodes)
+def _uses_gpu(nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float) -> bool:
+    # How many workers the GPUs hold: as many as there are GPUs, if each takes one.
+    workers, total_gpus = cluster.workers, gpu_places(nodes, gpus)
     if cluster.gpu == "auto":
         return total_gpus >= workers
     if cluster.gpu and total_gpus < workers:
@@ -170,14 +188,14 @@ def _uses_gpu(nodes: list[dict[str, float]], cluster: WorkersConfig) -> bool:
 
 
 def _shares(
-    nodes: list[dict[str, float]], cluster: WorkersConfig, workers: int, use_gpu: bool
+    nodes: list[dict[str, float]], cluster: WorkersConfig, workers: int, gpus: float
 ) -> tuple[float, float] | None:
     """CPUs of one worker and of all photo reading; None if they do not fit.
 
     A worker's CPUs (and GPU) lie on one node. What they leave is spread over at most as many nodes as there are
     workers, or a node is empty: so a reading task, which takes no more than one worker's part, always finds room.
     """
-    total = sum(node.get("CPU", 0.0) for node in nodes)
+    total, use_gpu = sum(node.get("CPU", 0.0) for node in nodes), gpus > 0
     least_cpus, least_data = _least(cluster)
     # On CPUs training is the bottleneck and reading photos a trifle; on GPUs it is the other way round.
     data_cpus = float(total - workers if use_gpu else max(1.0, total // 8))
@@ -191,7 +209,7 @@ def _shares(
         choices = [float(number) for number in range(whole, 0, -1)] + choices
     for cpus in choices:
         left = total - workers * cpus
-        if _fitting(nodes, cpus, use_gpu) >= workers and left >= data_cpus - EPSILON:
+        if _fitting(nodes, cpus, gpus) >= workers and left >= data_cpus - EPSILON:
             return cpus, left if cluster.data_cpus == "auto" else data_cpus
     return None
 
@@ -202,25 +220,33 @@ def _least(cluster: WorkersConfig) -> tuple[float, float]:
     return cpus, MIN_DATA_CPUS if cluster.data_cpus == "auto" else cluster.data_cpus
 
 
-def _fitting(nodes: list[dict[str, float]], cpus: float, use_gpu: bool) -> int:
-    """How many workers of ``cpus`` CPUs (and one GPU each) the nodes hold."""
-    counts = (
-        (math.floor(node.get("CPU", 0.0) / cpus + EPSILON), int(node.get("GPU", 0.0)))
-        for node in nodes
-    )
-    return sum(min(count) if use_gpu else count[0] for count in counts)
+def gpu_places(nodes: list[dict[str, float]], gpus: float) -> int:
+    """How many workers of ``gpus`` GPUs each the nodes hold, whatever their CPUs."""
+    return sum(_held(node, gpus) for node in nodes)
 
 
-def _missing(nodes: list[dict[str, float]], cluster: WorkersConfig, use_gpu: bool) -> str:
+def _held(node: dict[str, float], gpus: float) -> int:
+    """How many workers of ``gpus`` GPUs a node holds; those of a part of one do not lie across two."""
+    whole = math.floor(node.get("GPU", 0.0) + EPSILON)
+    return whole * math.floor(1 / gpus + EPSILON) if gpus < 1 else math.floor(whole / gpus)
+
+
+def _fitting(nodes: list[dict[str, float]], cpus: float, gpus: float) -> int:
+    """How many workers of ``cpus`` CPUs and ``gpus`` GPUs the nodes hold."""
+    by_cpus = ((node, math.floor(node.get("CPU", 0.0) / cpus + EPSILON)) for node in nodes)
+    return sum(min(count, _held(node, gpus)) if gpus else count for node, count in by_cpus)
+
+
+def _missing(nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float) -> str:
     """Why the workers do not fit, and what would."""
     workers, (cpus, data_cpus) = cluster.workers, _least(cluster)
     total = sum(node.get("CPU", 0.0) for node in nodes)
-    fewer = (w for w in range(workers - 1, 0, -1) if _shares(nodes, cluster, w, use_gpu))
+    fewer = (w for w in range(workers - 1, 0, -1) if _shares(nodes, cluster, w, gpus))
     possible = next(fewer, 0)
     remedy = "add CPUs, or lower cluster.cpus_per_worker or cluster.data_cpus if they are set"
     if possible:
         remedy = f"lower cluster.workers to {possible} or add nodes"
-    beside = ", those to train on the nodes of the GPUs" if use_gpu else ""
+    beside = ", those to train on the nodes of the GPUs" if gpus else ""
     return (
         f"cluster.workers={workers} need {workers * cpus + data_cpus:g} CPUs ({workers} x {cpus:g} to train, "
         f"{data_cpus:g} to read photos{beside}), the cluster has {total:g} on {len(nodes)} node(s): {remedy}"

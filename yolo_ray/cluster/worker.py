@@ -40,7 +40,8 @@ from yolo_ray.step.graph import GraphedStep
 from yolo_ray.step.precision import resolve_precision, set_kernels
 from yolo_ray.step.reduce import AllReduce, distributed_reduce, no_reduce
 from yolo_ray.step.schedule import ResolvedOptim, Schedule
-from yolo_ray.train.checkpoint import Progress, load_newest, restore_state
+from yolo_ray.train.checkpoint import Progress, load_newest, restore_state, weights_digest
+from yolo_ray.train.costs import measure_costs
 from yolo_ray.train.evaluate import EvalBatch, eval_batch, evaluate, judge, rank_images
 from yolo_ray.train.events import EventLog, NullEventLog
 from yolo_ray.train.feed import Feed
@@ -70,6 +71,7 @@ class Job:
     data_digest: str
     model: str
     reading: Reading
+    measures_costs: bool = False
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,9 @@ def _start(placement: Placement, seed: int) -> Here:
         if placement.use_gpu
         else torch.device("cpu")
     )
+    if placement.use_gpu and placement.gpus < 1:
+        # Who takes more than its part fails by itself, and not the runs beside it.
+        torch.cuda.set_per_process_memory_fraction(placement.gpus, device)
     return Here(context.get_world_rank(), context.get_world_size(), device)
 
 
@@ -200,6 +205,8 @@ def _train(job: Job, here: Here) -> bool:
         here.device
     )
     freeze_layers(detector, config.freeze)
+    if job.measures_costs and here.rank == 0:
+        events.write("costs", **measure_costs(detector, config.imgsz, here.device))
     detector.train()
     step = _build_step(job, detector, here, events, plan.total_steps)
     progress = _restore(job, step, events)
@@ -291,6 +298,12 @@ def _restore(job: Job, step: GraphedStep, events: EventLog | NullEventLog) -> Pr
         return Progress()
     progress = restore_state(step, state)
     events.write("note", text=f"going on from step {progress.step}")
+    # What is in the model now, and not what the file said: population-based training is judged by it.
+    events.write(
+        "restored",
+        step=progress.step,
+        digest=weights_digest(dict(step.flat.named(step.flat.state))),
+    )
     return progress
 
 

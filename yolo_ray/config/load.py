@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -13,12 +15,15 @@ from yolo_ray.config.address import checked_place, is_remote
 from yolo_ray.config.document import Setting, parse_setting, read_settings
 from yolo_ray.config.options import RECORD, build, find_option, options_of, sections_of
 from yolo_ray.config.schema import Configuration, EvaluateConfig, TrainConfig
+from yolo_ray.config.space import check_domain, parse_domain
+from yolo_ray.config.tune import ALIASES, SPACE, STUDY_CONFIG, TuneConfig
 from yolo_ray.errors import UserError
 
-Config = TypeVar("Config", TrainConfig, EvaluateConfig)
+Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig)
 
 RUN_CONFIG = "config.yaml"  # the record of a run, in its folder
 _YAML = (".yaml", ".yml")
+_PATHS = ("data.path", "resume", "tune.warm_start")
 # What evaluation has in the place of an option of training.
 _INSTEAD = {
     "model": "name the file with weights=",
@@ -33,10 +38,11 @@ def load(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
     An argument is the path of a YAML file or ``key=value``; a later one wins. A key is dotted
     (``optim.lr0``) or bare (``lr0``); ``data=x.yaml`` means ``data.path=x.yaml``. ``data.path`` and
     ``resume`` come out absolute: a path in a YAML file is relative to that file if it exists there.
-    With ``resume=FOLDER`` that run's own ``config.yaml`` comes first.
+    With ``resume=FOLDER`` that run's own ``config.yaml`` (of a study: ``study.yaml``) comes first.
 
     Raises:
-        UserError: unknown, unsupported, doubled or wrong options, unreadable files, no data set.
+        UserError: unknown, unsupported, doubled or wrong options, unreadable files, no data set, or a search space
+            with a range that an option does not take.
     """
     merged = _Merge(schema)
     for argument in argv:
@@ -44,20 +50,30 @@ def load(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
     resume = merged.values.get("resume")
     if resume is not None:
         again = _Merge(schema)
-        again.add_file(_record_of(Path(resume)), Path(resume) / RUN_CONFIG)
+        record = Path(resume) / (STUDY_CONFIG if schema is TuneConfig else RUN_CONFIG)
+        again.add_file(_settings_of(record, schema), record)
         again.update(merged)
         merged = again
     config = merged.build()
     if config.data.path is None:
         raise UserError("no data set is given; pass data=path/to/data.yaml")
+    if isinstance(config, TuneConfig):
+        _check_space(config, merged.places)
     return config
 
 
 def dump(config: Configuration, path: Path) -> None:
-    """Write every option and which ones the user gave: ``load([path])`` gives an equal config."""
-    path.write_text(
-        yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8"
-    )
+    """Write every option and which ones the user gave: ``load([path])`` gives an equal config.
+
+    A kill in the middle leaves the file of before.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def default_yaml(schema: type[Configuration] = TrainConfig) -> str:
@@ -92,9 +108,9 @@ class _Merge(Generic[Config]):
         """Take in one argument, over what is there."""
         if "=" not in argument and argument.lower().endswith(_YAML):
             path = Path(argument)
-            self.add_file(read_settings(path, sections_of(self.schema)), path)
+            self.add_file(read_settings(path, _sections(self.schema)), path)
             return
-        for setting in parse_setting(argument, sections_of(self.schema)):
+        for setting in parse_setting(argument, _sections(self.schema)):
             name = self._put(setting, Path())
             self.given.add(name)
 
@@ -113,27 +129,68 @@ class _Merge(Generic[Config]):
 
     def update(self, later: _Merge[Config]) -> None:
         """Take in another merge, over what is there."""
-        self.values |= later.values
+        spaces = self.values.get(SPACE, {}) | later.values.get(SPACE, {})
+        self.values |= later.values | ({SPACE: spaces} if spaces else {})
         self.places |= later.places
         self.given |= later.given
 
     def build(self) -> Config:
         """The validated configuration."""
-        return build(self.schema, self.values | {RECORD: tuple(sorted(self.given))}, self.places)
+        if SPACE in self.values:  # null takes an option of an earlier file out of the search
+            space = self.values[SPACE].items()
+            self.values[SPACE] = {name: value for name, value in space if value is not None}
+        given = sorted(name for name in self.given if not name.startswith(f"{SPACE}."))
+        return build(self.schema, self.values | {RECORD: tuple(given)}, self.places)
 
     def _put(self, setting: Setting, folder: Path) -> str:
         if self.schema is EvaluateConfig:
             _refuse_training_option(setting)
+        if self.schema is TuneConfig:
+            if setting.key.startswith(f"{SPACE}."):
+                return self._put_range(setting)
+            if setting.key == SPACE and (setting.value or setting.text is not None):
+                raise UserError(
+                    f"{setting.place}: space is a mapping from options to ranges; for example "
+                    "space: {lr0: {loguniform: [1e-4, 1e-1]}}"
+                )
+            if setting.key == SPACE:  # all its lines are commented out: it adds nothing
+                setting = replace(setting, value=self.values.get(SPACE, {}))
+            setting = replace(setting, key=ALIASES.get(setting.key, setting.key))
         is_data = setting.key == "data" and setting.text is not None
         option = find_option(self.schema, "data.path" if is_data else setting.key, setting.place)
         value = setting.value
         if option.is_text and setting.text is not None:
             value = None if option.is_nullable and setting.text in _NULLS else setting.text
-        if option.name in ("data.path", "resume") and isinstance(value, str) and value:
+        if option.name in _PATHS and isinstance(value, str) and value:
             value = _absolute(value, folder)
         self.values[option.name] = value
         self.places[option.name] = setting.place
         return option.name
+
+    def _put_range(self, setting: Setting) -> str:
+        """One option of the search space; the whole name of it counts as given."""
+        key, value = setting.key.removeprefix(f"{SPACE}."), setting.value
+        name = find_option(TrainConfig, key, setting.place).name
+        if value is not None:
+            domain = parse_domain(key, value, setting.place)
+            values = [_file_of(one) if name == "model" else one for one in domain.values]
+            value = {domain.kind: values}
+        self.values[SPACE] = self.values.get(SPACE, {}) | {name: value}
+        self.places[f"{SPACE}.{name}"] = setting.place
+        self.given.add(SPACE)
+        return f"{SPACE}.{name}"
+
+
+def _sections(schema: type[Configuration]) -> Collection[str]:
+    """The names below which a YAML file may be indented."""
+    return {*sections_of(schema), *((SPACE,) if schema is TuneConfig else ())}
+
+
+def _check_space(config: TuneConfig, places: dict[str, str]) -> None:
+    training = config.training()
+    for name, value in config.space.items():
+        place = places.get(f"{SPACE}.{name}", SPACE)
+        check_domain(parse_domain(name, value, place), training, place)
 
 
 def _absolute(value: str, folder: Path) -> str:
@@ -145,13 +202,19 @@ def _absolute(value: str, folder: Path) -> str:
     return str((here if here.exists() and not beside.exists() else beside).resolve())
 
 
-def _record_of(folder: Path) -> list[Setting]:
-    path = folder / RUN_CONFIG
-    if not path.is_file():
+def _file_of(value: Any) -> Any:
+    """A model's file by its absolute path: trials run in other folders. A name stays one."""
+    path = Path(str(value)).expanduser()
+    return str(path.resolve()) if path.is_file() else value
+
+
+def _settings_of(record: Path, schema: type[Configuration]) -> list[Setting]:
+    if not record.is_file():
+        kind = "study" if schema is TuneConfig else "run"
         raise UserError(
-            f"resume={folder} is not the folder of a run (no {RUN_CONFIG} in it); pass runs/NAME"
+            f"resume={record.parent} is not the folder of a {kind} (no {record.name} in it); pass runs/NAME"
         )
-    return read_settings(path, sections_of(TrainConfig))
+    return read_settings(record, _sections(schema))
 
 
 def _refuse_training_option(setting: Setting) -> None:

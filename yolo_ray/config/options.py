@@ -122,6 +122,7 @@ def expected(spec: Mapping[str, Any]) -> str:
         "string": "a text",
         "null": "null",
         "array": "a list",
+        "object": "a mapping",
     }
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     if spec.get("minLength"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -15,10 +14,9 @@ from typing import Protocol
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 
+from yolo_ray.track.canvas import new_figure, save_figure, style
 from yolo_ray.track.table import read_table
 
 Color = tuple[int, int, int]
@@ -166,11 +164,11 @@ def draw_curves(table: Path, path: Path) -> None:
         "val/precision": "precision",
         "val/recall": "recall",
     }
-    figure = _figure(12.0, 6.4)
+    figure = new_figure(12.0, 6.4)
     epochs = np.array(columns.get("epoch", []))
     for place, (title, wanted) in enumerate(panels, 1):
         axes = figure.add_subplot(2, 3, place)
-        _style(axes, title, "epoch", "")
+        style(axes, title, "epoch", "")
         for index, name in enumerate(wanted):
             values = np.array(columns.get(name, []), dtype=float)
             seen = np.isfinite(values)
@@ -182,7 +180,7 @@ def draw_curves(table: Path, path: Path) -> None:
                 axes.legend(frameon=False, fontsize=9)
         elif not axes.lines:
             axes.text(0.5, 0.5, "no values", ha="center", color="0.6", transform=axes.transAxes)
-    _save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def draw_pr(curves: PrCurves, names: Sequence[str], path: Path) -> None:
@@ -190,10 +188,10 @@ def draw_pr(curves: PrCurves, names: Sequence[str], path: Path) -> None:
 
     Raises OSError if the file cannot be written.
     """
-    figure = _figure(12.0, 5.0)
+    figure = new_figure(12.0, 5.0)
     left, right = figure.add_subplot(1, 2, 1), figure.add_subplot(1, 2, 2)
-    _style(left, "Precision and recall at IoU 0.5", "recall", "precision")
-    _style(right, "F1 by confidence at IoU 0.5", "confidence", "F1")
+    style(left, "Precision and recall at IoU 0.5", "recall", "precision")
+    style(right, "F1 by confidence at IoU 0.5", "confidence", "F1")
     precision, f1 = np.asarray(curves.precision_at_recall), np.asarray(curves.f1)
     _class_lines(left, curves.recall_points, precision, [_mean(row) for row in precision], names)
     _class_lines(right, curves.confidence, f1, [_max(row) for row in f1], names)
@@ -214,7 +212,7 @@ def draw_pr(curves: PrCurves, names: Sequence[str], path: Path) -> None:
             fontsize=9,
             color="0.35",
         )
-    _save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def _class_lines(
@@ -320,31 +318,6 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 def _save(sheet: Image.Image, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path, quality=90, subsampling=0)  # thin coloured lines blur else
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save_figure(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        # A class name in Chinese, say: boxes in its place are seen, a warning for each sign helps nobody.
-        warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
-        figure.savefig(path)
-
-
-def _style(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_xlabel(x, color="0.35")
-    axes.set_ylabel(y, color="0.35")
-    axes.grid(True, color="0.9", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("0.7")
-    axes.tick_params(colors="0.35", labelsize=9)
 
 
 def _line(axes: Axes, x: np.ndarray, y: np.ndarray, index: int, label: str) -> None:

@@ -6,9 +6,10 @@ tensor NAME: the layout of the flat buffers may change between versions without 
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +134,15 @@ def restore_state(step: Step, state: dict[str, Any]) -> Progress:
     if state["rng"]["cuda"] is not None and flat.state.device.type == "cuda":
         torch.cuda.set_rng_state(state["rng"]["cuda"], flat.state.device)
     return Progress(**state["progress"])
+
+
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 of float tensors by name, wherever they lie."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].detach().float().contiguous().cpu().numpy().tobytes())
+    return total.hexdigest()
 
 
 def _by_name(flat: Tensor, views: list[View]) -> dict[str, Tensor]:
