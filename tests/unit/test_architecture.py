@@ -24,7 +24,8 @@ LAYERS = {
     "step": MIDDLE,
     "bench": MIDDLE | {"step"},
     "train": MIDDLE | {"step"},
-    "cluster": MIDDLE | {"step", "train"},
+    "export": MIDDLE,
+    "cluster": MIDDLE | {"step", "train", "export"},
     "track": LOW | {"data", "augment"},
 }
 # The only places that may import a dependency; a folder or a file.
@@ -38,6 +39,8 @@ DOORS = {
     "mlflow": ("yolo_ray/track/",),
     "fsspec": ("yolo_ray/data/storage.py",),
     "nvidia": ("yolo_ray/data/decoding.py",),
+    "onnx": ("yolo_ray/export/",),
+    "onnxruntime": ("yolo_ray/export/session.py",),
     # What fsspec opens stores with; nobody but fsspec knows which is installed.
     "s3fs": (),
     "gcsfs": (),
