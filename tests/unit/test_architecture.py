@@ -25,8 +25,9 @@ LAYERS = {
     "bench": MIDDLE | {"step"},
     "train": MIDDLE | {"step"},
     "export": MIDDLE,
-    "cluster": MIDDLE | {"step", "train", "export"},
-    "track": LOW | {"data", "augment"},
+    "gate": LOW,
+    "cluster": MIDDLE | {"step", "train", "export", "gate"},
+    "track": LOW | {"data", "augment", "gate"},
 }
 # The only places that may import a dependency; a folder or a file.
 DOORS = {
@@ -40,7 +41,7 @@ DOORS = {
     "fsspec": ("yolo_ray/data/storage.py",),
     "nvidia": ("yolo_ray/data/decoding.py",),
     "onnx": ("yolo_ray/export/",),
-    "onnxruntime": ("yolo_ray/export/session.py",),
+    "onnxruntime": ("yolo_ray/export/session.py", "yolo_ray/track/served_model.py"),
     # What fsspec opens stores with; nobody but fsspec knows which is installed.
     "s3fs": (),
     "gcsfs": (),

@@ -16,9 +16,9 @@ from yolo_ray.cluster.preflight import connect, place
 from yolo_ray.cluster.scan import Counted, judge_on
 from yolo_ray.cluster.worker import EvaluateJob, evaluate_worker
 from yolo_ray.config.schema import EvaluateConfig
-from yolo_ray.data.records import load_records
+from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import UserError
-from yolo_ray.model.build import load_detector
+from yolo_ray.model.build import Detector, load_detector
 
 
 def evaluate(config: EvaluateConfig, counted: Counted) -> dict[str, Any]:
@@ -31,21 +31,50 @@ def evaluate(config: EvaluateConfig, counted: Counted) -> dict[str, Any]:
         raise UserError("no weights given: pass weights=runs/NAME/weights/best.pt")
     weights = str(Path(config.weights).expanduser().resolve())
     detector = load_detector(weights)
+    config = config.override({"weights": weights})
     if detector.trained_imgsz and not config.is_given("imgsz"):
         config = config.override({"imgsz": detector.trained_imgsz})
-    stride = max(detector.strides)
-    if config.imgsz % stride:
-        raise UserError(
-            f"imgsz={config.imgsz} is not a multiple of the model's stride {stride}: "
-            f"use imgsz={-(-config.imgsz // stride) * stride}"
-        )
+    check_side(config.imgsz, detector)
+    val = load_validation(config, counted)
+    check_classes(detector, val, weights)
+    return evaluate_on(config, val)
+
+
+def load_validation(config: EvaluateConfig, counted: Counted) -> Records:
+    """The validation photos, judged.
+
+    Raises:
+        UserError: none given, or bad ones.
+    """
     judge = judge_on(config.cluster, counted)
-    val = load_records(data_path(config), "val", max_bad=config.data.max_bad, judge=judge)
+    return load_records(data_path(config), "val", max_bad=config.data.max_bad, judge=judge)
+
+
+def check_side(imgsz: int, detector: Detector) -> None:
+    """Refuse a side that the strides do not divide. Raises UserError."""
+    stride = max(detector.strides)
+    if imgsz % stride:
+        raise UserError(
+            f"imgsz={imgsz} is not a multiple of the model's stride {stride}: use imgsz={-(-imgsz // stride) * stride}"
+        )
+
+
+def check_classes(detector: Detector, val: Records, weights: str) -> None:
+    """Refuse data that names other classes. Raises UserError."""
     if tuple(detector.names) != val.names:
         raise UserError(
             f"{weights} knows the classes {list(detector.names)[:5]}, the data has {list(val.names)[:5]}: "
             "evaluate with the data.yaml it was trained on"
         )
+
+
+def evaluate_on(config: EvaluateConfig, val: Records) -> dict[str, Any]:
+    """``evaluate`` on photos that were judged before; weights and side are given and fit.
+
+    Raises:
+        UserError: the cluster cannot do it, or a photo is gone.
+    """
+    weights = str(config.weights)
     reading = reading_of(config.data, config.imgsz, val)
     connect(config.cluster.address)
     placement = place(config.cluster)

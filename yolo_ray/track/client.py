@@ -104,7 +104,7 @@ def connect(uri: str, *, create: bool) -> MlflowClient:
 
 
 @contextmanager
-def usable(uri: str) -> Iterator[None]:
+def usable(uri: str, remedy: str = REMEDY) -> Iterator[None]:
     """What goes wrong inside is the user's to mend: a UserError that names ``mlflow.uri``."""
     _prepare()
     from mlflow.exceptions import MlflowException
@@ -114,7 +114,7 @@ def usable(uri: str) -> Iterator[None]:
     except (MlflowException, OSError) as error:
         dead = "Max retries exceeded" in str(error)  # else a page of the HTTP library's insides
         reason = "it does not answer" if dead else short(error)
-        raise UserError(f"mlflow.uri={uri} cannot be used ({reason}): {REMEDY}") from error
+        raise UserError(f"mlflow.uri={uri} cannot be used ({reason}): {remedy}") from error
 
 
 def find_experiment(client: MlflowClient, uri: str, name: str, project: Path) -> str:

@@ -15,16 +15,17 @@ import binascii
 from typing import Any
 
 import cv2
-import mlflow
 import numpy as np
 import onnxruntime
+from mlflow.models import set_model
+from mlflow.pyfunc.model import PythonModel
 
 PAD_VALUE = 114
 MAX_CANDIDATES = 30000
 DEFAULTS: dict[str, float] = {"conf": 0.25, "iou": 0.7, "max_det": 300}
 
 
-class ServedDetector(mlflow.pyfunc.PythonModel):
+class ServedDetector(PythonModel):
     """The ONNX network with what the evaluation does around it: letterbox, suppression, pixels of the photo."""
 
     def load_context(self, context: Any) -> None:
@@ -45,9 +46,7 @@ class ServedDetector(mlflow.pyfunc.PythonModel):
         self.names = {int(key): str(name) for key, name in ast.literal_eval(told["names"]).items()}
         self.chooses_itself = told.get("end2end") == "True"
 
-    def predict(
-        self, context: Any, model_input: Any, params: dict[str, Any] | None = None
-    ) -> list[dict[str, list[Any]]]:
+    def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> Any:
         """Boxes of every photo; ``params``: conf, iou, max_det. Photos go through one by one.
 
         Raises:
@@ -167,4 +166,4 @@ def suppress(
 
 
 if __name__ != "yolo_ray.track.served_model":  # MLflow runs the file under another name
-    mlflow.models.set_model(ServedDetector())
+    set_model(ServedDetector())
