@@ -34,9 +34,7 @@ def save_run(folder: Path, data: Path, noise: float, names: Sequence[str] = NAME
     """What a run leaves that registering needs: its options and its best weights."""
     (folder / "weights").mkdir(parents=True)
     detector = detector_of(noise, names=names)
-    save_weights(
-        folder / "weights" / "best.pt", detector, detector.state_dict(), {"imgsz": SIDE}
-    )
+    save_weights(folder / "weights" / "best.pt", detector, detector.state_dict(), {"imgsz": SIDE})
     dump(load([f"data={data}", f"imgsz={SIDE}"]), folder / RUN_CONFIG)
     return folder
 
