@@ -20,6 +20,7 @@ from yolo_ray.config.register import RegisterConfig
 from yolo_ray.config.schema import EvaluateConfig
 from yolo_ray.data.records import Records
 from yolo_ray.errors import EXIT_GATE, EXIT_OK, UserError
+from yolo_ray.export.check import CheckFailed
 from yolo_ray.export.write import export_onnx
 from yolo_ray.gate.compare import Bounds, Judged, decide
 from yolo_ray.gate.latency import alternating_medians
@@ -223,7 +224,7 @@ def _photos_of(val: Records) -> list[np.ndarray]:
 def _export(detector: Detector, path: Path, imgsz: int, source: str) -> None:
     try:
         export_onnx(detector, path, imgsz=imgsz, nms=False, dynamic_batch=True)
-    except UserError:
+    except (UserError, CheckFailed):  # a file that is not as torch is no mistake of the user's
         raise
     except (
         RuntimeError

@@ -37,20 +37,24 @@ def holder(client: MlflowClient, name: str, alias: str) -> ModelVersion | None:
         raise
 
 
+def version_of(client: MlflowClient, name: str, alias: str = CHAMPION) -> str | None:
+    """The number of the version that an alias names; MLflow counts in int or str by store."""
+    found = holder(client, name, alias)
+    return None if found is None else str(found.version)
+
+
 def crown(client: MlflowClient, name: str, version: str, over: str | None) -> bool:
     """Make a version champion if ``over`` still is; False, and nothing is changed, if another is.
 
     Under ``lease``. The history goes first: cut off in between, it names one that never was, which ``before`` does
     not mind.
     """
-    present = holder(client, name, CHAMPION)
-    if (present.version if present else None) != over:
+    if version_of(client, name) != over:
         return False
     past = history(client, name, over)
     client.set_registered_model_tag(name, HISTORY, " ".join([*past, version][-KEPT:]))
     client.set_registered_model_alias(name, CHAMPION, version)
-    challenger = holder(client, name, CHALLENGER)
-    if challenger is not None and challenger.version == version:
+    if version_of(client, name, CHALLENGER) == version:
         client.delete_registered_model_alias(name, CHALLENGER)
     return True
 
@@ -72,22 +76,22 @@ def uncrown(client: MlflowClient, name: str) -> tuple[str, str]:
     Raises:
         UserError: there is no champion, or none before it.
     """
-    present = holder(client, name, CHAMPION)
+    present = version_of(client, name)
     if present is None:
         raise UserError(
             f"name={name} has no @champion: register a run first, or pass to=VERSION to name one"
         )
-    past = history(client, name, present.version)[:-1]
+    past = history(client, name, present)[:-1]
     living = _versions(client, name)
-    while past and (past[-1] not in living or past[-1] == present.version):
+    while past and (past[-1] not in living or past[-1] == present):
         past.pop()
     if not past:
         raise UserError(
-            f"name={name}: version {present.version} is its first champion, there is none before it: pass to=VERSION"
+            f"name={name}: version {present} is its first champion, there is none before it: pass to=VERSION"
         )
     client.set_registered_model_alias(name, CHAMPION, past[-1])
     client.set_registered_model_tag(name, HISTORY, " ".join(past))
-    return present.version, past[-1]
+    return present, past[-1]
 
 
 def _versions(client: MlflowClient, name: str) -> set[str]:

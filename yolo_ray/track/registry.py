@@ -78,11 +78,10 @@ class ModelRegistry:
             return None
         folder = folder / str(found.version)
         folder.mkdir(parents=True, exist_ok=True)
-        uri = f"models:/{self.name}/{found.version}"
         try:
             here = [
                 Path(download_artifacts(
-                    f"{uri}/artifacts/{name}", dst_path=str(folder), tracking_uri=self.uri, registry_uri=self.uri,
+                    f"{str(found.source).rstrip('/')}/artifacts/{name}", dst_path=str(folder), tracking_uri=self.uri,
                 ))
                 for name in (package.WEIGHTS, package.ONNX)
             ]  # fmt: skip
@@ -128,8 +127,7 @@ class ModelRegistry:
                 return True
             with aliases.lease(client, self.name):
                 over = None if champion is None else champion.name
-                present = aliases.holder(client, self.name, aliases.CHAMPION)
-                if (present.version if present else None) != over:
+                if aliases.version_of(client, self.name) != over:
                     return False
                 self._describe(client, version, comparison, "promoted")
                 return aliases.crown(client, self.name, version.number, over)
@@ -171,6 +169,10 @@ class ModelRegistry:
         if self._client is None:
             # A database that is not there is made for a run's folder only: elsewhere it is a wrong path.
             self._client = reach(self.uri, create=self._source.folder is not None)
+            import mlflow
+
+            # Saving a model asks the default store something, which would make a mlflow.db in the current folder.
+            mlflow.set_tracking_uri(self.uri)
         return self._client
 
     @contextmanager
@@ -239,8 +241,7 @@ class ModelRegistry:
 
     def _delete(self, client: MlflowClient, version: Version) -> bool:
         """True, and nothing is deleted, if it is champion: the alias may be set although the answer was lost."""
-        champion = aliases.holder(client, self.name, aliases.CHAMPION)
-        if champion is not None and str(champion.version) == version.number:
+        if aliases.version_of(client, self.name) == version.number:
             return True
         client.delete_model_version(self.name, version.number)
         return False
@@ -303,7 +304,7 @@ class ModelRegistry:
             ) from error
 
     def _crown_by_hand(self, client: MlflowClient, version: str) -> tuple[str | None, str]:
-        present = aliases.holder(client, self.name, aliases.CHAMPION)
+        before = aliases.version_of(client, self.name)
         found = client.search_model_versions(f"name='{self.name}'")
         tags = {str(one.version): one.tags for one in found}
         if version not in tags:
@@ -313,7 +314,6 @@ class ModelRegistry:
             raise UserError(
                 f"to={version} was never judged to its end: delete that version and register its run again"
             )
-        before = str(present.version) if present else None
         if before != version:
             aliases.crown(client, self.name, version, before)
         return before, version

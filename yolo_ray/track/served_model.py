@@ -46,12 +46,15 @@ class ServedDetector(PythonModel):
         self.names = {int(key): str(name) for key, name in ast.literal_eval(told["names"]).items()}
         self.chooses_itself = told.get("end2end") == "True"
 
-    def predict(self, context: Any, model_input: Any, params: dict[str, Any] | None = None) -> Any:
+    def predict(
+        self, context: Any, model_input: np.ndarray, params: dict[str, Any] | None = None
+    ) -> Any:
         """Boxes of every photo; ``params``: conf, iou, max_det. Photos go through one by one.
 
         Raises:
             ValueError: what is given is no photo; the message names which.
         """
+        # The hint of ``model_input`` is the one that MLflow derives no signature from; a list is as good.
         # One by one, since kernels round the last bit by a photo's place in the batch.
         options = DEFAULTS | {key: value for key, value in (params or {}).items() if value}
         return [
