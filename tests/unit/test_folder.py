@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from yolo_ray.cluster.folder import find_model, keep_model
+from yolo_ray.cluster.folder import absolute_paths, find_model, keep_model
 from yolo_ray.cluster.sentences import loaded_sentence
+from yolo_ray.config.load import load
 from yolo_ray.config.schema import TrainConfig
+from yolo_ray.errors import UserError
 from yolo_ray.model.build import build_detector, save_weights
 
 NAMES = ("a", "b")
