@@ -88,6 +88,7 @@ def services(folder: Path) -> Iterator[Services]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_JOB_STOP_WAIT_TIME_S": "60",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # half a dozen processes for what is not used here
     }
     env.pop("RAY_ADDRESS", None)
     # The path of a socket may have 107 characters: Ray's folder is a short one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import subprocess
 import sys
 import threading
@@ -28,8 +29,9 @@ def mlflow_server(folder: Path) -> Iterator[str]:
         "--backend-store-uri", f"sqlite:///{folder / 'server.db'}",
         "--artifacts-destination", (folder / "artifacts").as_uri(),
     ]  # fmt: skip
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # processes of no use here
     with open(folder / "server.log", "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=env)
     try:
         end = time.monotonic() + 120
         while not answers(port):
