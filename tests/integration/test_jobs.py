@@ -45,6 +45,7 @@ def last_json(log: str) -> dict[str, Any]:
     return json.loads([line for line in log.splitlines() if line.startswith("{")][-1])
 
 
+@pytest.mark.slow
 def test_a_stopped_job_leaves_a_checkpoint_and_a_killed_run(
     jobs: Jobs, data: Path, tmp_path: Path
 ) -> None:
