@@ -56,7 +56,9 @@ class ServedDetector(PythonModel):
         """
         # The hint of ``model_input`` is the one that MLflow derives no signature from; a list is as good.
         # One by one, since kernels round the last bit by a photo's place in the batch.
-        options = DEFAULTS | {key: value for key, value in (params or {}).items() if value}
+        options = DEFAULTS | {
+            key: value for key, value in (params or {}).items() if value is not None
+        }
         return [
             self._told(self.detect(as_photo(item, index), options))
             for index, item in enumerate(model_input)
