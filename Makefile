@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all lint format bench ui defaults clean distclean
+.PHONY: help setup data train test test-all lint format bench demo ui defaults clean distclean
 
 PYTHON ?= python3
 VENV := .venv
@@ -55,6 +55,9 @@ format: setup ## let ruff rewrite the files
 
 bench: setup ## time the training step
 	@$(BIN)/python -m pipelines.benchmark $(ARGS)
+
+demo: data ## from training to a champion in MLflow's registry, as Ray jobs on this machine (runs/demo)
+	@$(BIN)/python -m demos.release --data $(DATA)/data.yaml $(ARGS)
 
 ui: setup ## show the runs in MLflow, http://127.0.0.1:5000 (PORT=...)
 	@mkdir -p runs

@@ -29,6 +29,7 @@ SETTINGS = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_JOB_STOP_WAIT_TIME_S": "90",  # for the checkpoint, when `ray job stop` sends SIGTERM
     "PYTHONPATH": str(ROOT),
     "PATH": f"{BIN}:{os.environ['PATH']}",  # a job's `python` is what the head finds: the environment is activated
 }

@@ -26,8 +26,9 @@ LAYERS = {
     "train": MIDDLE | {"step"},
     "export": MIDDLE,
     "study": LOW,
-    "cluster": MIDDLE | {"step", "train", "study", "export"},
-    "track": LOW | {"data", "augment", "study"},
+    "gate": LOW,
+    "cluster": MIDDLE | {"step", "train", "study", "export", "gate"},
+    "track": LOW | {"data", "augment", "study", "gate"},
 }
 # The only places that may import a dependency; a folder or a file.
 DOORS = {
@@ -47,7 +48,7 @@ DOORS = {
     "fsspec": ("yolo_ray/data/storage.py",),
     "nvidia": ("yolo_ray/data/decoding.py",),
     "onnx": ("yolo_ray/export/",),
-    "onnxruntime": ("yolo_ray/export/session.py",),
+    "onnxruntime": ("yolo_ray/export/session.py", "yolo_ray/track/served_model.py"),
     # What fsspec opens stores with; nobody but fsspec knows which is installed.
     "s3fs": (),
     "gcsfs": (),

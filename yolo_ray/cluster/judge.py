@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from yolo_ray.cluster.scan import Counted, judge_on
 from yolo_ray.cluster.weights import Weights, WeightsAt, content_of, in_place, open_weights
 from yolo_ray.cluster.worker import EvaluateJob, evaluate_worker
 from yolo_ray.config.schema import EvaluateConfig
-from yolo_ray.data.records import load_records
+from yolo_ray.data.records import Records, load_records
 from yolo_ray.errors import UserError
 
 
@@ -34,18 +35,41 @@ def evaluate(
     if config.weights is None:
         raise UserError("no weights given: pass weights=runs/NAME/weights/best.pt")
     with weights_at(config.weights, config.mlflow.uri) as path:
-        return _evaluate(config, open_weights(path), counted)
+        weights = open_weights(path)
+        given = str(config.weights)
+        shown = str(path) if Path(given).expanduser().exists() else given  # fetched for this alone
+        config = _fitting(config, weights)
+        val = load_validation(config, counted)
+        check_classes(weights.names, val, shown)
+        return evaluate_on(config, val) | {"weights": shown}
 
 
-def _evaluate(config: EvaluateConfig, weights: Weights, counted: Counted) -> dict[str, Any]:
-    config = _fitting(config, weights)
+def load_validation(config: EvaluateConfig, counted: Counted) -> Records:
+    """The validation photos, judged.
+
+    Raises:
+        UserError: none given, or bad ones.
+    """
     judge = judge_on(config.cluster, counted)
-    val = load_records(data_path(config), "val", max_bad=config.data.max_bad, judge=judge)
-    if weights.names != val.names:
+    return load_records(data_path(config), "val", max_bad=config.data.max_bad, judge=judge)
+
+
+def check_classes(names: Sequence[str], val: Records, weights: str) -> None:
+    """Refuse data that names other classes. Raises UserError."""
+    if tuple(names) != val.names:
         raise UserError(
-            f"{weights.path} knows the classes {list(weights.names)[:5]}, the data has {list(val.names)[:5]}: "
+            f"{weights} knows the classes {list(names)[:5]}, the data has {list(val.names)[:5]}: "
             "evaluate with the data.yaml it was trained on"
         )
+
+
+def evaluate_on(config: EvaluateConfig, val: Records) -> dict[str, Any]:
+    """``evaluate`` on photos that were judged before; the file ``config.weights`` and the side fit them.
+
+    Raises:
+        UserError: the cluster cannot do it, or a photo is gone.
+    """
+    path = Path(str(config.weights))
     reading = reading_of(config.data, config.imgsz, val)
     connect(config.cluster.address)
     placement = place(config.cluster)
@@ -54,7 +78,6 @@ def _evaluate(config: EvaluateConfig, weights: Weights, counted: Counted) -> dic
         tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder,
         cached(reading) as (reading, sentences),
     ):
-        path = weights.path
         job = EvaluateJob(
             config, Path(folder), placement, ray.put(val), str(path), content_of(path), reading
         )
@@ -63,18 +86,12 @@ def _evaluate(config: EvaluateConfig, weights: Weights, counted: Counted) -> dic
             print(text, file=sys.stderr)
     named = {name.removeprefix("val/"): value for name, value in metrics.items()}
     return {
-        "weights": _shown(config, weights),
+        "weights": str(path),
         "imgsz": config.imgsz,
         "photos": len(val),
         "left_out": len(val.bad),
         **named,
     }
-
-
-def _shown(config: EvaluateConfig, weights: Weights) -> str:
-    """The file, or the name of what was fetched for this evaluation alone."""
-    given = str(config.weights)
-    return str(weights.path) if Path(given).expanduser().exists() else given
 
 
 def _fitting(config: EvaluateConfig, weights: Weights) -> EvaluateConfig:
@@ -84,7 +101,7 @@ def _fitting(config: EvaluateConfig, weights: Weights) -> EvaluateConfig:
     if side != config.imgsz:
         config = config.override({"imgsz": side})
     weights.check_choice(conf=config.eval.conf, nms=config.eval.nms)
-    return config
+    return config.override({"weights": str(weights.path)})
 
 
 def _warnings(folder: Path) -> list[str]:

@@ -76,7 +76,8 @@ def connect(address: str | None) -> None:
     if ray.is_initialized():
         return
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    options["runtime_env"] = {"env_vars": WORKER_ENV | _carried_env()}
+    # No secret: Ray writes these to its logs. Access to stores travels with the Records, to MLflow with the tracker.
+    options["runtime_env"] = {"env_vars": WORKER_ENV}
     handled = callable(signal.getsignal(signal.SIGTERM))  # by entry.run, or who else calls this
     target = address or os.environ.get("RAY_ADDRESS") or _started_here()
     try:
@@ -110,14 +111,6 @@ def _started_here() -> str | None:
             return f"{host}:{port}"
     except (OSError, ValueError):
         return None
-
-
-def _carried_env() -> dict[str, str]:
-    """Settings of the caller's that workers on other nodes need too.
-
-    Ray writes these to its logs. What photos in a store are read with travels with the Records instead.
-    """
-    return {name: os.environ[name] for name in ("MLFLOW_TRACKING_TOKEN",) if name in os.environ}
 
 
 def place(cluster: WorkersConfig) -> Placement:

@@ -14,12 +14,13 @@ import yaml
 from yolo_ray.config.address import checked_place, is_remote
 from yolo_ray.config.document import Setting, parse_setting, read_settings
 from yolo_ray.config.options import RECORD, build, find_option, options_of, sections_of
+from yolo_ray.config.register import RegisterConfig
 from yolo_ray.config.schema import Configuration, EvaluateConfig, TrainConfig
 from yolo_ray.config.space import check_domain, parse_domain
 from yolo_ray.config.tune import ALIASES, SPACE, STUDY_CONFIG, TuneConfig
 from yolo_ray.errors import UserError
 
-Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig)
+Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig, RegisterConfig)
 
 RUN_CONFIG = "config.yaml"  # the record of a run, in its folder
 _YAML = (".yaml", ".yml")
@@ -55,7 +56,7 @@ def load(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
         again.update(merged)
         merged = again
     config = merged.build()
-    if config.data.path is None:
+    if config.data.path is None and schema is not RegisterConfig:  # a run knows its own
         raise UserError("no data set is given; pass data=path/to/data.yaml")
     if isinstance(config, TuneConfig):
         _check_space(config, merged.places)

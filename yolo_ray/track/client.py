@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
 
 from yolo_ray.errors import UserError
 from yolo_ray.track.outbox import Operation, Refused, short
@@ -28,6 +29,7 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "6",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # stdout belongs to the pipeline's result
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 REFUSALS = {"INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST", "BAD_REQUEST", "INVALID_STATE"}
@@ -55,8 +57,26 @@ class Sender:
             raise
 
 
+def access_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """What the environment says of reaching a server: token, user and password, certificates. Secrets.
+
+    They travel pickled with the tracker, and not in Ray's runtime environment: Ray writes that to its logs.
+    """
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(("MLFLOW_TRACKING_", "MLFLOW_S3_")) and name != "MLFLOW_TRACKING_URI"
+    }
+
+
 def absolute_uri(uri: str | None, project: Path) -> str:
     """The URI as any process may use it: SQLite's path made absolute, the default filled in."""
+    if uri is not None and "@" in urlsplit(uri).netloc:
+        raise UserError(
+            f"mlflow.uri={uri.partition('://')[0]}://...@... holds a user or password, which would be written to "
+            "config.yaml and logs: leave them out of the address and set MLFLOW_TRACKING_TOKEN, or "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+        )
     if uri is None:
         if "?" in str(project.resolve()):  # SQLAlchemy would cut the path there
             raise UserError(
@@ -104,7 +124,7 @@ def connect(uri: str, *, create: bool) -> MlflowClient:
 
 
 @contextmanager
-def usable(uri: str) -> Iterator[None]:
+def usable(uri: str, remedy: str = REMEDY) -> Iterator[None]:
     """What goes wrong inside is the user's to mend: a UserError that names ``mlflow.uri``."""
     _prepare()
     from mlflow.exceptions import MlflowException
@@ -114,7 +134,7 @@ def usable(uri: str) -> Iterator[None]:
     except (MlflowException, OSError) as error:
         dead = "Max retries exceeded" in str(error)  # else a page of the HTTP library's insides
         reason = "it does not answer" if dead else short(error)
-        raise UserError(f"mlflow.uri={uri} cannot be used ({reason}): {REMEDY}") from error
+        raise UserError(f"mlflow.uri={uri} cannot be used ({reason}): {remedy}") from error
 
 
 def find_experiment(client: MlflowClient, uri: str, name: str, project: Path) -> str:

@@ -6,6 +6,7 @@ pickled to rank 0, which writes. Run ids are explicit everywhere: MLflow's activ
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from yolo_ray.track import outbox, pictures, table
 from yolo_ray.track.client import (
     Sender,
     absolute_uri,
+    access_of,
     connect,
     create_run,
     find_experiment,
@@ -94,7 +96,15 @@ class RunTracker:
     No method waits for the server or raises when it is away: see :class:`outbox.Outbox`.
     """
 
-    def __init__(self, uri: str, run_id: str, run_dir: Path, names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        uri: str,
+        run_id: str,
+        run_dir: Path,
+        names: Sequence[str] = (),
+        access: Mapping[str, str] | None = None,
+    ) -> None:
+        self._access = access_of(os.environ) if access is None else dict(access)
         self.uri = uri
         self.run_id = run_id
         self._local = NullRun(run_dir, names)
@@ -102,7 +112,7 @@ class RunTracker:
         self._by_step: set[str] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunTracker, (self.uri, self.run_id, self.run_dir, self.names)
+        return RunTracker, (self.uri, self.run_id, self.run_dir, self.names, self._access)
 
     @property
     def run_dir(self) -> Path:
@@ -175,6 +185,7 @@ class RunTracker:
 
     def _put(self, operation: Operation) -> None:
         if self._outbox is None:
+            os.environ.update(self._access)  # MLflow reads it there
             self._outbox = Outbox(Sender(self.uri), _pending(self.run_dir), self._warn_once)
         self._outbox.put({"run_id": self.run_id, **operation})
 
