@@ -60,7 +60,7 @@ def test_a_stopped_job_leaves_a_checkpoint_and_a_killed_run(
         return sum('"step"' in line for line in lines)
 
     wait_for(lambda: steps() >= 3, 180, "three steps")
-    assert "stopped successfully" in jobs("stop", "stopped").lower().replace("was ", "")
+    assert "Job 'stopped' was stopped" in jobs("stop", "stopped")
     assert last_json(jobs("logs", "stopped"))["exit"] == 75
     assert list((run / "checkpoints").glob("step_*.pt"))
     tracked = json.loads((run / "mlflow.json").read_text())
@@ -91,6 +91,8 @@ def test_the_pipelines_that_follow_a_training(
         "pack": (f"data={data}", f"out={tmp_path / 'pack'}"),
         "evaluate": (f"weights={run / 'weights' / 'best.pt'}", f"data={data}", "val_batch=4"),
         "register": (f"run={run}", "name=job", "val_batch=4"),
+        "export": (f"weights={run}", f"out={tmp_path / 'x.onnx'}"),
+        "predict": (f"weights={run}", f"source={data}", f"out={tmp_path / 'found'}"),
     }
     for pipeline, options in calls.items():
         submit = ("--submission-id", pipeline, "--working-dir", ".", "--", "python", "-m")
@@ -98,15 +100,6 @@ def test_the_pipelines_that_follow_a_training(
         result = last_json(jobs("logs", pipeline))
         assert result["exit"] == 0, result
     place = ("import os", "print('{\"large\": %d}' % os.path.exists('datasets/large.bin'))")
-    jobs(
-        "submit",
-        "--submission-id",
-        "ls",
-        "--working-dir",
-        ".",
-        "--",
-        "python",
-        "-c",
-        f'"{"; ".join(place)}"',
-    )
+    ls = ("--submission-id", "ls", "--working-dir", ".", "--", "python", "-c")
+    jobs("submit", *ls, f'"{"; ".join(place)}"')
     assert last_json(jobs("logs", "ls")) == {"large": 0}
