@@ -22,6 +22,7 @@ IMGSZ, BATCH, BOXES = 128, 4, 6
 NAMES = make_records(1).names
 CUDA = torch.device("cuda")
 FAMILIES = ("yolov8n.yaml", "yolo11n.yaml", "yolo26n.yaml")
+OTHER_FAMILIES = ("yolov5nu.yaml", "yolov9t.yaml", "yolov10n.yaml", "yolo12n.yaml")
 
 
 def make_step(

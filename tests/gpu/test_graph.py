@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import re
 import warnings
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.gpu.steps import (
     CUDA,
     FAMILIES,
     IMGSZ,
+    OTHER_FAMILIES,
     assert_equal,
     make_step,
     run,
@@ -40,9 +42,13 @@ from yolo_ray.train.checkpoint import Progress, Snapshot
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "MuSGD"])
-@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(
+    ("model", "optimizer", "precision"),
+    [
+        *itertools.product(FAMILIES, ("SGD", "AdamW", "MuSGD"), ("bf16", "fp32")),
+        *((model, "SGD", "bf16") for model in OTHER_FAMILIES),
+    ],
+)
 def test_graph_equals_eager(
     model: str, optimizer: str, precision: str, batches: list[Batch]
 ) -> None:
@@ -84,7 +90,7 @@ def test_loss_scale_recovers_from_overflow(batches: list[Batch]) -> None:
 
 def test_losses_of_the_families_are_alive(batches: list[Batch]) -> None:
     """Every term trains: an assigner that finds nothing leaves the box terms at 0."""
-    for model in FAMILIES:
+    for model in (*FAMILIES, *OTHER_FAMILIES):
         graphed = GraphedStep(make_step(model), mode="require")
         run(graphed, batches[0])
         sums = graphed.take_sums().read()
