@@ -12,7 +12,8 @@ import sys
 from functools import partial
 from typing import Any
 
-from yolo_ray.config.deploy import ExportConfig, load_deploy, needed
+from yolo_ray.config.deploy import ExportConfig, needed
+from yolo_ray.config.load import load
 from yolo_ray.entry import run
 from yolo_ray.export.run import export
 from yolo_ray.track.weights import weights_at
@@ -20,7 +21,7 @@ from yolo_ray.track.weights import weights_at
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Parse, export, return what is printed."""
-    config = load_deploy(argv, ExportConfig)
+    config = load(argv, ExportConfig)
     reference = needed(config.weights, "weights", "runs/NAME/weights/best.pt")
     with weights_at(reference, config.mlflow.uri) as weights:
         return export(config, weights, partial(print, file=sys.stderr, flush=True))

@@ -1,4 +1,4 @@
-"""Find objects in photos and videos, on the whole cluster.
+"""Find objects in photos and videos, on any number of workers.
 
     python -m pipelines.predict weights=runs/train source=folder/of/photos
     python -m pipelines.predict weights=models:/parts@champion source=s3://bucket/photos out=found save=parquet,coco
@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 from yolo_ray.cluster.predict import predict
-from yolo_ray.config.deploy import PredictConfig, load_deploy
+from yolo_ray.config.deploy import PredictConfig
+from yolo_ray.config.load import load
 from yolo_ray.entry import run
 from yolo_ray.track.counting import counted
 from yolo_ray.track.pictures import annotated_jpeg
@@ -24,7 +25,7 @@ from yolo_ray.track.weights import weights_at
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Parse, predict, return what is printed."""
-    return predict(load_deploy(argv, PredictConfig), weights_at, counted, annotated_jpeg)
+    return predict(load(argv, PredictConfig), weights_at, counted, annotated_jpeg)
 
 
 if __name__ == "__main__":

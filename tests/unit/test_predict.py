@@ -19,8 +19,9 @@ from yolo_ray.augment.images import decode_photo, letterbox, read_photo, write_p
 from yolo_ray.augment.video import count_frames, read_frames
 from yolo_ray.cluster import predict as predict_module
 from yolo_ray.cluster import predicting
-from yolo_ray.cluster.predicting import Choice, PredictJob, Predictor, Shard
-from yolo_ray.config.deploy import PredictConfig, load_deploy
+from yolo_ray.cluster.predicting import PredictJob, Predictor, Shard
+from yolo_ray.config.deploy import PredictConfig
+from yolo_ray.config.load import load
 from yolo_ray.config.schema import JudgeConfig
 from yolo_ray.data.records import load_records
 from yolo_ray.errors import UserError
@@ -51,7 +52,7 @@ def predictor(
 ) -> Predictor:
     monkeypatch.setattr(predicting, "held_weights", lambda name, content: nullcontext(Path(name)))
     names = tuple(load_detector(weights).names)
-    choice = Choice(conf=0.05, iou=0.7, max_det=300, nms=True)
+    choice = JudgeConfig(conf=0.05, iou=0.7, max_det=300, nms=True)
     given: dict[str, Any] = {"choice": choice, "clip": False, "batch": 3, "threads": 2, **options}
     content: Any = None
     return Predictor(PredictJob((shard,), str(weights), content, names, SIDE, gpu=False, **given))
@@ -113,7 +114,7 @@ def test_frames_bad_photos_and_pictures(
 
 def test_shards_keep_the_order_and_split_videos(tmp_path: Path) -> None:
     video = str(make_video(tmp_path / "m.avi", 9))
-    config = load_deploy(["shard=2", "vid_stride=2"], PredictConfig)
+    config = load(["shard=2", "vid_stride=2"], PredictConfig)
     shards = predict_module._shards(["a.jpg", "b.jpg", "c.jpg", video, "n.jpg"], config)
     assert [shard.places for shard in shards] == [
         ("a.jpg", "b.jpg"), ("c.jpg",), (video,), (video,), (video,), ("n.jpg",),
@@ -128,7 +129,7 @@ def test_shards_keep_the_order_and_split_videos(tmp_path: Path) -> None:
 
 def test_a_folder_of_another_prediction_is_refused_or_left(tmp_path: Path) -> None:
     record = {"weights": "a", "photos": "b", "options": {"conf": 0.25}}
-    given = load_deploy([f"out={tmp_path}/out"], PredictConfig)
+    given = load([f"out={tmp_path}/out"], PredictConfig)
     folder = predict_module._folder(given, record)
     (folder / "predict.json").write_text(json.dumps(record))
     assert predict_module._folder(given, record) == folder
@@ -164,4 +165,4 @@ def test_mistakes_are_told_before_a_cluster_starts(
 )
 def test_wrong_options_are_named(argument: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        load_deploy([argument], PredictConfig)
+        load([argument], PredictConfig)

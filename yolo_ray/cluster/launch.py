@@ -164,7 +164,7 @@ def _train_in(
         if not config.resume:
             shutil.rmtree(folder, ignore_errors=True)  # nothing has run in it
         raise
-    with _ended_properly(observer, tracker, folder):
+    with ended_properly(partial(observer.finish, tracker, folder)):
         job = replace(job, tracker=tracker)
         with observer.follow(folder), stop_on_signals(partial(_ask_to_stop, folder)):
             for kind, sentence in (*sentences, ("note", job.optim.reason)):
@@ -328,8 +328,8 @@ def _logs(job: Job | EvaluateJob) -> str:
 
 
 @contextmanager
-def _ended_properly(observer: Observer, tracker: Tracker, folder: Path) -> Iterator[None]:
-    """However the run ends, its tracking run ends with it."""
+def ended_properly(finish: Callable[[Status, str | None], None]) -> Iterator[None]:
+    """However what is inside ends, ``finish`` is told how and why."""
     status: Status = "FAILED"
     reason = None
     try:
@@ -342,7 +342,7 @@ def _ended_properly(observer: Observer, tracker: Tracker, folder: Path) -> Itera
         reason = str(error)
         raise
     finally:
-        observer.finish(tracker, folder, status, reason)
+        finish(status, reason)
 
 
 @contextmanager

@@ -19,12 +19,14 @@ import pyarrow.parquet as pq
 from yolo_ray.augment.integrity import PhotoError
 from yolo_ray.augment.video import VIDEO_SUFFIXES, count_frames, is_video
 from yolo_ray.cluster.folder import check_writable, claimed
-from yolo_ray.cluster.predicting import SCHEMA, Choice, Draw, PredictJob, Predictor, Shard
-from yolo_ray.cluster.preflight import connect, place
+from yolo_ray.cluster.predicting import SCHEMA, Draw, PredictJob, Predictor, Shard
+from yolo_ray.cluster.preflight import Placement, connect, place
 from yolo_ray.cluster.scan import Counted
 from yolo_ray.cluster.weights import Weights, WeightsAt, content_of, digest_of, open_weights
 from yolo_ray.config.address import absolute_out, is_remote
 from yolo_ray.config.deploy import PredictConfig, needed
+from yolo_ray.config.options import RECORD as GIVEN
+from yolo_ray.config.schema import JudgeConfig
 from yolo_ray.data.listing import photos_of
 from yolo_ray.data.shards import run_shards
 from yolo_ray.data.storage import access_of
@@ -34,7 +36,7 @@ RECORD = "predict.json"
 DEFAULT_OUT = "runs/predict"
 PARTS = "predictions"
 # Options that change neither which boxes are found nor which files hold them.
-_FREE = ("out", "batch", "cluster", "mlflow", "explicit", "weights", "source")
+_FREE = ("out", "batch", "cluster", "mlflow", GIVEN, "weights", "source")
 
 
 def predict(
@@ -59,15 +61,19 @@ def predict(
         folder = _folder(config, record)
         with _disk_explained(folder), claimed(folder):
             _keep(folder / RECORD, json.dumps(record, indent=1) + "\n")
-            job = _job(config, weights, imgsz, shards)
-            if "pictures" in config.save:
-                job = replace(job, draw=draw)
-            kept = _predict_missing(config, job, folder, counted)
+            missing = [n for n in range(len(shards)) if not _part(folder, n).exists()]
+            if missing:
+                connect(config.cluster.address)
+                placement = place(config.cluster)
+                job = _job(config, weights, imgsz, shards, placement)
+                if "pictures" in config.save:
+                    job = replace(job, draw=draw)
+                _predict_missing(job, missing, placement, folder, counted)
             return {
                 "out": str(folder),
                 "weights": reference,
                 "imgsz": imgsz,
-                "kept_parts": kept,
+                "kept_parts": len(shards) - len(missing),
             } | _finish(folder, config, weights.names, len(shards))
 
 
@@ -138,43 +144,45 @@ def _read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def _job(
-    config: PredictConfig, weights: Weights, imgsz: int, shards: tuple[Shard, ...]
+    config: PredictConfig,
+    weights: Weights,
+    imgsz: int,
+    shards: tuple[Shard, ...],
+    placement: Placement,
 ) -> PredictJob:
-    connect(config.cluster.address)
-    placement = place(config.cluster)
-    cpus = placement.cpus + placement.data.cpus
     return PredictJob(
         shards=shards,
         weights=str(weights.path),
         content=content_of(weights.path),
         names=weights.names,
         imgsz=imgsz,
-        choice=Choice(config.conf, config.iou, config.max_det, config.nms),
+        choice=JudgeConfig(
+            conf=config.conf, iou=config.iou, max_det=config.max_det, nms=config.nms
+        ),
         clip=config.clip,
         batch=config.batch,
-        threads=max(1, int(cpus)),
+        threads=max(1, int(placement.cpus + placement.data.cpus)),
         gpu=placement.use_gpu,
         access=access_of(place_ for shard in shards for place_ in shard.places),
     )
 
 
-def _predict_missing(config: PredictConfig, job: PredictJob, folder: Path, counted: Counted) -> int:
-    """Write the parts that are not there yet; how many were."""
-    missing = [number for number in range(len(job.shards)) if not _part(folder, number).exists()]
-    placement = place(config.cluster)
-    total = sum(_size(job.shards[number]) for number in missing)
-    if missing:
-        with counted("predicting", total) as done:
-            results = run_shards(
-                Predictor, (job,), missing,
-                workers=placement.workers, cpus=placement.cpus + placement.data.cpus, gpus=float(placement.use_gpu),
-            )  # fmt: skip
-            for result in results:
-                if "mistake" in result:
-                    raise UserError(result["mistake"])
-                _write_part(folder, result)
-                done(_size(job.shards[result["number"]]))
-    return len(job.shards) - len(missing)
+def _predict_missing(
+    job: PredictJob, missing: list[int], placement: Placement, folder: Path, counted: Counted
+) -> None:
+    """Write the parts that are not there yet."""
+    with counted("predicting", sum(_size(job.shards[number]) for number in missing)) as done:
+        # A worker's CPUs lie on one node; those for reading may lie anywhere, and an actor that asks for them too
+        # might fit nowhere.
+        results = run_shards(
+            Predictor, (job,), missing,
+            workers=placement.workers, cpus=placement.cpus, gpus=float(placement.use_gpu),
+        )  # fmt: skip
+        for result in results:
+            if "mistake" in result:
+                raise UserError(result["mistake"])
+            _write_part(folder, result)
+            done(_size(job.shards[result["number"]]))
 
 
 def _size(shard: Shard) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch
 from yolo_ray.augment.images import PhotoError, letterbox, read_photo
 from yolo_ray.augment.video import read_frames
 from yolo_ray.cluster.weights import held_weights
+from yolo_ray.config.schema import JudgeConfig
 from yolo_ray.data.storage import use_access
 from yolo_ray.errors import UserError
 from yolo_ray.export.session import OnnxForward
@@ -51,16 +53,6 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Which boxes stay."""
-
-    conf: float
-    iou: float
-    max_det: int
-    nms: bool
-
-
-@dataclass(frozen=True)
 class PredictJob:
     """What every actor knows.
 
@@ -68,7 +60,8 @@ class PredictJob:
         weights: name of the file, whose bytes are ``content``.
         clip: boxes end at the photo's edge.
         batch: photos that the network sees together.
-        threads: of torch or ONNX Runtime, and as many read photos.
+        choice: which boxes stay.
+        threads: of torch or ONNX Runtime, and as many read photos; never more than a node has CPUs.
         access: how object stores are reached.
         draw: makes an annotated picture; None: none is wanted.
     """
@@ -78,7 +71,7 @@ class PredictJob:
     content: ray.ObjectRef
     names: tuple[str, ...]
     imgsz: int
-    choice: Choice
+    choice: JudgeConfig
     clip: bool
     batch: int
     threads: int
@@ -101,12 +94,12 @@ class Predictor:
     def __init__(self, job: PredictJob) -> None:
         self.job = job
         use_access(job.access)
-        torch.set_num_threads(job.threads)
-        self.forward = _forward(job)
+        self.threads = min(job.threads, os.cpu_count() or 1)
+        torch.set_num_threads(self.threads)
+        self.forward = _forward(job, self.threads)
         # What an exported file chose itself is not chosen from again.
         raw = not isinstance(self.forward, OnnxForward) or self.forward.file.layout == "raw"
-        choice = job.choice
-        self.choice = choice if raw else Choice(choice.conf, choice.iou, choice.max_det, False)
+        self.choice = job.choice if raw else job.choice.model_copy(update={"nms": False})
 
     def __call__(self, number: int) -> dict[str, Any]:
         """``number, table, pictures``, or ``number, mistake``."""
@@ -122,7 +115,7 @@ class Predictor:
     def rows(self, shard: Shard) -> tuple[list[dict[str, Any]], list[bytes]]:
         """A row of ``SCHEMA`` for each photo, in order; a JPEG for each, empty for one that cannot be read."""
         rows, pictures = [], []
-        for photos in _groups(_photos(shard, self.job.threads), self.job.batch):
+        for photos in _groups(_photos(shard, self.threads), self.job.batch):
             for photo, row, picture in self._look_at(photos):
                 rows.append({"path": photo.place, "frame": photo.frame, "error": photo.error} | row)
                 pictures.append(picture)
@@ -162,11 +155,11 @@ class Predictor:
         return row, draw(photo.pixels, boxes, classes, scores, self.job.names) if draw else b""
 
 
-def _forward(job: PredictJob) -> Forward:
+def _forward(job: PredictJob, threads: int) -> Forward:
     device = torch.device("cuda" if job.gpu else "cpu")
     with held_weights(job.weights, job.content) as path:
         if path.suffix.lower() == ".onnx":
-            return OnnxForward(path, threads=job.threads, gpu=job.gpu)
+            return OnnxForward(path, threads=threads, gpu=job.gpu)
         # The kernels of training's evaluations, so that the boxes are theirs.
         set_kernels(resolve_precision("auto", device), deterministic=True)
         detector = load_detector(path).to(device).eval()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,14 @@ from yolo_ray.cluster.folder import (
     open_folder,
 )
 from yolo_ray.cluster.groups import remove_orphans
-from yolo_ray.cluster.launch import Status, check_device, in_thread, load_data, stop_on_signals
+from yolo_ray.cluster.launch import (
+    Status,
+    check_device,
+    ended_properly,
+    in_thread,
+    load_data,
+    stop_on_signals,
+)
 from yolo_ray.cluster.preflight import connect, living_nodes, wait_for_cpus
 from yolo_ray.cluster.scan import judge_on
 from yolo_ray.cluster.search import Recorder, StudySearch, scheduler_of
@@ -201,7 +209,11 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
             weights=weights, observers=observers, env=_carried_settings(),
             period=config.tune.perturb_period if config.tune.scheduler == "pbt" else 0,
         )  # fmt: skip
-        return _ended_properly(study, job)
+        with ended_properly(partial(_finish, study)):
+            _run(study, job)
+            if study.search.is_stopping:
+                raise StopRequested(f"stopped on request; go on with: resume={folder}")
+            return _result(study)
 
 
 def _search(
@@ -241,31 +253,15 @@ def _carried_settings() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_TRAIN_")}
 
 
-def _ended_properly(study: _Study, job: StudyJob) -> dict[str, Any]:
-    """However the study ends, its tracking runs end with it and its results are written."""
-    status: Status = "FAILED"
-    reason: str | None = None
-    try:
-        _run(study, job)
-        if study.search.is_stopping:
-            raise StopRequested(f"stopped on request; go on with: resume={study.folder}")
-        result = _result(study)
-        status = "FINISHED"
-        return result
-    except (StopRequested, KeyboardInterrupt) as stop:
-        status, reason = "KILLED", str(stop)
-        raise
-    except BaseException as error:
-        reason = str(error)
-        raise
-    finally:
-        with ExitStack() as last:  # each of them, whatever the others come to; the last one first
-            last.callback(study.leave_cluster)
-            notes = study.folder / "ray"  # Ray Tune's; the state is ours
-            last.callback(shutil.rmtree, notes, ignore_errors=True)
-            last.callback(study.observer.finish, study.folder, study.space, status, reason)
-            last.callback(study.write)
-            last.callback(study.let_go, all_of_them=True)
+def _finish(study: _Study, status: Status, reason: str | None) -> None:
+    """The study's tracking runs end and its results are written, each whatever the others come to."""
+    with ExitStack() as last:  # the last one first
+        last.callback(study.leave_cluster)
+        notes = study.folder / "ray"  # Ray Tune's; the state is ours
+        last.callback(shutil.rmtree, notes, ignore_errors=True)
+        last.callback(study.observer.finish, study.folder, study.space, status, reason)
+        last.callback(study.write)
+        last.callback(study.let_go, all_of_them=True)
 
 
 def _run(study: _Study, job: StudyJob) -> None:

@@ -1,20 +1,15 @@
-"""The options of exporting and predicting, and how their arguments are read."""
+"""The options of exporting and predicting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from yolo_ray.config.document import parse_setting, read_settings
-from yolo_ray.config.options import RECORD, build, find_option, sections_of
 from yolo_ray.config.schema import Configuration, ServerConfig, WorkersConfig
 from yolo_ray.config.section import Fraction
 from yolo_ray.errors import UserError
 
-Deploy = TypeVar("Deploy", bound=Configuration)
 Output = Literal["parquet", "coco", "pictures"]
 WEIGHTS = (
     "a .pt, an .onnx, a run's folder, the id of an MLflow run, or models:/NAME@ALIAS or /VERSION"
@@ -95,31 +90,6 @@ class PredictConfig(Configuration):
 
     cluster: WorkersConfig = WorkersConfig()
     mlflow: ServerConfig = ServerConfig()
-
-
-def load_deploy(argv: Sequence[str], schema: type[Deploy]) -> Deploy:
-    """The configuration that YAML files and ``key=value`` ask for, left to right.
-
-    Raises:
-        UserError: unknown, doubled or wrong options, or an unreadable file.
-    """
-    values: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for argument in argv:
-        sections = sections_of(schema)
-        is_file = "=" not in argument and argument.lower().endswith((".yaml", ".yml"))
-        read = (
-            read_settings(Path(argument), sections)
-            if is_file
-            else parse_setting(argument, sections)
-        )
-        for setting in read:
-            option = find_option(schema, setting.key, setting.place)
-            as_text = option.is_text and setting.text is not None
-            is_null = option.is_nullable and setting.text in ("", "null", "none")
-            values[option.name] = None if is_null else setting.text if as_text else setting.value
-            places[option.name] = setting.place
-    return build(schema, values | {RECORD: tuple(sorted(values))}, places)
 
 
 def needed(value: str | None, option: str, example: str) -> str:

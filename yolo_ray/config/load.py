@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from yolo_ray.config.address import checked_place, is_remote
+from yolo_ray.config.deploy import ExportConfig, PredictConfig
 from yolo_ray.config.document import Setting, parse_setting, read_settings
 from yolo_ray.config.options import RECORD, build, find_option, options_of, sections_of
 from yolo_ray.config.register import RegisterConfig
@@ -20,7 +21,9 @@ from yolo_ray.config.space import check_domain, parse_domain
 from yolo_ray.config.tune import ALIASES, SPACE, STUDY_CONFIG, TuneConfig
 from yolo_ray.errors import UserError
 
-Config = TypeVar("Config", TrainConfig, EvaluateConfig, TuneConfig, RegisterConfig)
+Config = TypeVar(
+    "Config", TrainConfig, EvaluateConfig, TuneConfig, RegisterConfig, ExportConfig, PredictConfig
+)
 
 RUN_CONFIG = "config.yaml"  # the record of a run, in its folder
 _YAML = (".yaml", ".yml")
@@ -56,7 +59,8 @@ def load(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
         again.update(merged)
         merged = again
     config = merged.build()
-    if config.data.path is None and schema is not RegisterConfig:  # a run knows its own
+    # A registered run knows its own, and exporting and predicting need none.
+    if isinstance(config, TrainConfig | EvaluateConfig) and config.data.path is None:
         raise UserError("no data set is given; pass data=path/to/data.yaml")
     if isinstance(config, TuneConfig):
         _check_space(config, merged.places)
@@ -157,7 +161,8 @@ class _Merge(Generic[Config]):
             if setting.key == SPACE:  # all its lines are commented out: it adds nothing
                 setting = replace(setting, value=self.values.get(SPACE, {}))
             setting = replace(setting, key=ALIASES.get(setting.key, setting.key))
-        is_data = setting.key == "data" and setting.text is not None
+        has_data = "data" in sections_of(self.schema)
+        is_data = has_data and setting.key == "data" and setting.text is not None
         option = find_option(self.schema, "data.path" if is_data else setting.key, setting.place)
         value = setting.value
         if option.is_text and setting.text is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.io import encode_jpeg
 
 from yolo_ray.augment.images import PhotoError, decode_photo
 from yolo_ray.data.batch import Encoded
@@ -33,7 +34,7 @@ class DeviceDecoder:
         """A decoder for photos of side ``imgsz`` px on ``device``, a GPU.
 
         Raises:
-            UserError: nvImageCodec is not installed here.
+            UserError: nvImageCodec or its nvJPEG is not installed here.
         """
         self.imgsz, self.device = imgsz, device
         self.stream = torch.cuda.Stream(device)
@@ -89,7 +90,13 @@ def _open_decoder(device: torch.device) -> Decode:
             "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]' (cu12 for CUDA 12) where the GPUs are, or use data.decode=cpu"
         ) from error
     index = torch.cuda.current_device() if device.index is None else device.index
-    decoder = nvimgcodec.Decoder(device_id=index, options=OPTIONS)
+    kinds = nvimgcodec.BackendKind
+    # Not CPU_ONLY: it would take over in silence where nvJPEG is missing.
+    backends = [
+        nvimgcodec.Backend(kind)
+        for kind in (kinds.HW_GPU_ONLY, kinds.GPU_ONLY, kinds.HYBRID_CPU_GPU)
+    ]
+    decoder = nvimgcodec.Decoder(device_id=index, backends=backends, options=OPTIONS)
     params = nvimgcodec.DecodeParams(
         apply_exif_orientation=True, color_spec=nvimgcodec.ColorSpec.SRGB
     )
@@ -97,4 +104,16 @@ def _open_decoder(device: torch.device) -> Decode:
     def decode(files: list[bytes], stream: int) -> Sequence[Any]:
         return decoder.decode(files, params=params, cuda_stream=stream)
 
+    _check_nvjpeg(decode)
     return decode
+
+
+def _check_nvjpeg(decode: Decode) -> None:
+    """One gray photo through the decoder: without its nvJPEG every photo would be decoded on the CPU."""
+    probe = encode_jpeg(torch.full((3, 64, 64), 114, dtype=torch.uint8)).numpy().tobytes()
+    stream = torch.cuda.current_stream().cuda_stream
+    if decode([probe], stream)[0] is None:
+        raise UserError(
+            "data.decode=gpu: nvImageCodec decodes no JPEG on this GPU, its nvJPEG is missing or too old for the driver: "
+            "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]' (cu12 for CUDA 12) where the GPUs are, or use data.decode=cpu"
+        )

@@ -23,9 +23,8 @@ def run_shards(
 
     The worker answers a dict of plain values. An actor whose process dies is started again, and its shard too.
     """
-    logging.getLogger("ray.data").setLevel(
-        logging.ERROR
-    )  # a plan and a bar of its own, for each call
+    # It writes a plan and a bar of its own for each call.
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     dataset = ray.data.from_blocks([pa.table({"number": [number]}) for number in numbers])
     dataset.context.enable_progress_bars = False
     mapped = dataset.map_batches(

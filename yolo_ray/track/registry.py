@@ -217,7 +217,7 @@ class ModelRegistry:
         """A run for weights that were trained without tracking."""
         with self._answering():
             experiment = find_experiment(client, self.uri, self._experiment, self._project)
-            facts = {name: value for name, value in made.candidate.facts.items()}
+            facts = dict(made.candidate.facts)
             run_id = create_run(client, experiment, f"register-{self.name}", {}, facts)
             client.set_terminated(run_id, "FINISHED")
         undo.append(lambda: client.delete_run(run_id))

@@ -14,9 +14,10 @@ import yaml
 from yolo_ray.config.address import is_remote
 from yolo_ray.errors import UserError
 from yolo_ray.track.client import absolute_uri, connect, usable
+from yolo_ray.track.source import RUN_ID
 
 FILES = (".pt", ".onnx")
-_RUN_ID = re.compile(r"(?:runs:/)?([0-9a-f]{32})")
+_RUN_ID = re.compile(rf"(?:runs:/)?({RUN_ID.pattern})")
 _KINDS = "a .pt, an .onnx, the folder of a run, the id of an MLflow run, models:/NAME@ALIAS or models:/NAME/VERSION"
 
 

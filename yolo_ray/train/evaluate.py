@@ -48,30 +48,6 @@ class Forward(Protocol):
         ...
 
 
-class Choice(Protocol):
-    """Which boxes stay: the options of ``JudgeConfig`` that decide it."""
-
-    @property
-    def conf(self) -> float:
-        """Lower scores are left out."""
-        ...
-
-    @property
-    def iou(self) -> float:
-        """Overlap from which NMS drops the weaker box."""
-        ...
-
-    @property
-    def max_det(self) -> int:
-        """Detections kept of a photo."""
-        ...
-
-    @property
-    def nms(self) -> bool:
-        """False: boxes come from an NMS-free head."""
-        ...
-
-
 PADDING_ID = -1
 SAMPLES = 16  # photos whose detections are kept for pictures
 
@@ -210,7 +186,7 @@ def _detect_all(
 
 
 @torch.inference_mode()
-def detect(forward: Forward, images: Tensor, options: Choice) -> list[np.ndarray]:
+def detect(forward: Forward, images: Tensor, options: JudgeConfig) -> list[np.ndarray]:
     """float32 [k,6] of every row of a batch: xyxy px of the square, score, class.
 
     On a CPU the photos go through one at a time: its kernels round the last bit differently by a
