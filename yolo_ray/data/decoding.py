@@ -7,13 +7,14 @@ these 1. b photos, S their side in the ring.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from torchvision.io import encode_jpeg
 
 from yolo_ray.augment.images import PhotoError, decode_photo
 from yolo_ray.data.batch import Encoded
@@ -109,11 +110,11 @@ def _open_decoder(device: torch.device) -> Decode:
 
 
 def _check_nvjpeg(decode: Decode) -> None:
-    """One gray photo through the decoder: without its nvJPEG every photo would be decoded on the CPU."""
-    probe = encode_jpeg(torch.full((3, 64, 64), 114, dtype=torch.uint8)).numpy().tobytes()
-    stream = torch.cuda.current_stream().cuda_stream
-    if decode([probe], stream)[0] is None:
+    """One photo through the decoder: without its nvJPEG every photo would be decoded on the CPU."""
+    probe = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(probe, "JPEG")
+    if decode([probe.getvalue()], torch.cuda.current_stream().cuda_stream)[0] is None:
         raise UserError(
-            "data.decode=gpu: nvImageCodec decodes no JPEG on this GPU, its nvJPEG is missing or too old for the driver: "
+            "data.decode=gpu: nvImageCodec decodes no JPEG on this GPU, its nvJPEG is missing or does not fit: "
             "pip install 'nvidia-nvimgcodec-cu13[nvjpeg]' (cu12 for CUDA 12) where the GPUs are, or use data.decode=cpu"
         )
