@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from yolo_ray.augment.transforms import build_transform
+from yolo_ray.cluster.preflight import MAX_CHUNK_BYTES
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.batch import PhotoRing
 from yolo_ray.data.pipeline import StreamLimits, train_photos
@@ -66,7 +67,7 @@ def one_core(plan: Plan, cpus: int) -> Steps:
 
 def ray_chunks(plan: Plan, cpus: int) -> Steps:
     """What training does: Ray Data, materialised a chunk ahead, on a GPU in a process of its own."""
-    limits = StreamLimits(float(cpus), 1.0, 2**30, apart=torch.cuda.is_available())
+    limits = StreamLimits(float(cpus), 1.0, MAX_CHUNK_BYTES, apart=torch.cuda.is_available())
     slots, steps = range(plan.batch), range(plan.total_steps)
     for item in train_photos(ray.put(plan), slots, steps, True, Reading(plan.imgsz), limits, print):
         yield item.photos
