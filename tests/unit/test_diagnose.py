@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from yolo_ray.config.schema import DataConfig
 from yolo_ray.data.batch import Encoded, PhotoRing
 from yolo_ray.step.clock import StepClock
 from yolo_ray.train.diagnose import EpochSpeed, Speedometer, supply_sentence, wait_advice
@@ -53,15 +54,19 @@ def test_only_what_the_device_lost_is_a_wait() -> None:
 
 
 def test_the_advice_names_cause_and_remedy() -> None:
-    told = wait_advice(make_speed(), data_cpus=6, cache="off")
+    told = wait_advice(make_speed(), data_cpus=6, data=DataConfig())
     assert "50% of the epoch: 6 CPUs read 800 photos/s, its steps could take 2000" in told
     assert "set data.cache=memory or disk, or give about 15 CPUs" in told
-    assert "data.cache" not in wait_advice(make_speed(), data_cpus=6, cache="disk")
+    assert "data.cache" not in wait_advice(make_speed(), data_cpus=6, data=DataConfig(cache="disk"))
+    told = wait_advice(make_speed(), data_cpus=6, data=DataConfig(decode="gpu"))
+    assert "set data.decode=cpu with data.cache=memory or disk, or" in told, (
+        "they exclude each other"
+    )
 
 
 @pytest.mark.parametrize("changes", [{"host_wait_ms": 90.0}, {"step_ms": 0.0}])
 def test_no_advice_without_a_wait(changes: dict[str, float]) -> None:
-    assert not wait_advice(make_speed(**changes), data_cpus=6, cache="off")
+    assert not wait_advice(make_speed(**changes), data_cpus=6, data=DataConfig())
 
 
 def test_how_many_cpus_keep_the_gpu_busy() -> None:
@@ -81,7 +86,9 @@ def test_each_sentence_comes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     feed: Any = SimpleNamespace(
         ring=PhotoRing(1, 8, 8), wait_s=0.0, photos_per_cpu=0.0, restart=lambda: None
     )
-    meter = Speedometer(torch.device("cpu"), feed, NoMeter(), batch=16, data_cpus=2, cache="off")
+    meter = Speedometer(
+        torch.device("cpu"), feed, NoMeter(), batch=16, data_cpus=2, data=DataConfig()
+    )
     told: list[str] = []
     meter.tell_supply(told.append, is_over=True)
     meter.tell_wait(told.append)

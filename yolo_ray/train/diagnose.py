@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from yolo_ray.config.schema import DataConfig
 from yolo_ray.step.clock import StepClock
 from yolo_ray.train.feed import Feed
 from yolo_ray.train.meter import Meter
@@ -96,14 +97,15 @@ def supply_sentence(speed: EpochSpeed, *, data_cpus: float) -> str:
     return sentence
 
 
-def wait_advice(speed: EpochSpeed, *, data_cpus: float, cache: str) -> str:
+def wait_advice(speed: EpochSpeed, *, data_cpus: float, data: DataConfig) -> str:
     """What to change when the device waits for photos; empty when it hardly does."""
     if speed.data_wait_share <= TOLERATED_WAIT or not speed.could_per_s:
         return ""
     needed = math.ceil(data_cpus * speed.could_per_s / speed.images_per_s)
     remedies = [f"give about {_cpus(needed)} to reading photos (cluster.data_cpus)"]
-    if cache == "off":
-        remedies.insert(0, "set data.cache=memory or disk")
+    if data.cache == "off":
+        undecoded = "data.decode=cpu with " if data.decode == "gpu" else ""
+        remedies.insert(0, f"set {undecoded}data.cache=memory or disk")
     return (
         f"the device waited for photos during {speed.data_wait_share:.0%} of the epoch: {data_cpus:g} CPUs read "
         f"{speed.images_per_s:.0f} photos/s, its steps could take {speed.could_per_s:.0f}; {', or '.join(remedies)}"
@@ -128,11 +130,11 @@ class Speedometer:
         *,
         batch: int,
         data_cpus: float,
-        cache: str,
+        data: DataConfig,
     ) -> None:
         """``batch``: photos of a global step; ``data_cpus``: of all workers, to read photos."""
         self.clock, self.feed, self.meter = StepClock(device), feed, meter
-        self.batch, self.data_cpus, self.cache = batch, data_cpus, cache
+        self.batch, self.data_cpus, self.data = batch, data_cpus, data
         self.is_supply_told = self.is_wait_told = False
         self.restart()
 
@@ -176,6 +178,6 @@ class Speedometer:
         """Once, after an epoch: that the GPU waits for photos."""
         if self.is_wait_told or not self.clock.is_gpu:
             return
-        if advice := wait_advice(self.speed(), data_cpus=self.data_cpus, cache=self.cache):
+        if advice := wait_advice(self.speed(), data_cpus=self.data_cpus, data=self.data):
             self.is_wait_told = True
             warn(advice)

@@ -133,7 +133,7 @@ class _Loop:
         device = run.step.flat.state.device
         self.speedometer = Speedometer(
             device, run.feed, GpuMeter(device) if device.type == "cuda" and run.rank == 0 else NoMeter(),
-            batch=run.config.batch, data_cpus=run.data_cpus, cache=run.config.data.cache,
+            batch=run.config.batch, data_cpus=run.data_cpus, data=run.config.data,
         )  # fmt: skip
         self.begin_epoch()
 
