@@ -194,6 +194,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     arguments = parser.parse_args(argv)
+    torch.set_num_threads(
+        1
+    )  # as in a worker, where Ray sets it; spinning threads would take the readers' cores
     # Processes inherit it: no way may use cores beside those it was given.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cpus])
     records = load_records(arguments.data, "train", max_bad=0.01)
