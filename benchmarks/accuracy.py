@@ -23,6 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 # Left out: its check of amp, for which it would download a model, and the copy of its table in the weights file,
 # which needs polars.
 ULTRALYTICS = """
@@ -53,6 +55,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--theirs", nargs="*", default=["workers=2"], help="for Ultralytics alone")
     arguments = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
     arguments.ours = ours
+    arguments.data = arguments.data.resolve()
+    root = arguments.data.parent
+    spec = yaml.safe_load(arguments.data.read_text())
+    if not (root / (spec.get("path") or ".")).resolve().is_relative_to(root):
+        parser.error(
+            f"{arguments.data}: path: leads out of {root}, and only that folder is copied for Ultralytics"
+        )
     return arguments
 
 
@@ -131,10 +140,21 @@ def judge(arguments: argparse.Namespace, weights: Path, log: Path) -> dict[str, 
     return {name: result[name] for name in ("map50", "map50_95")}
 
 
+def means(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The mean of each number by trainer."""
+    kinds = dict.fromkeys(row["trainer"] for row in rows)
+    return {
+        f"mean_{name}": {
+            kind: statistics.mean(row[name] for row in rows if row["trainer"] == kind)
+            for kind in kinds
+        }
+        for name in ("map50", "map50_95")
+    }
+
+
 def main(argv: list[str]) -> int:
     """Train, judge, write and print the table."""
     arguments = parse(argv)
-    arguments.data = arguments.data.resolve()
     folder = Path(tempfile.mkdtemp(prefix="accuracy-"))
     jobs = [(kind, seed) for seed in arguments.seeds for kind in arguments.trainers]
     trainers = {"ours": train_ours, EAGER: train_eager, "theirs": train_theirs}
@@ -149,19 +169,21 @@ def main(argv: list[str]) -> int:
         print(json.dumps(row), flush=True)
         return row
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
-        rows = list(pool.map(work, jobs))
-    means = {
-        f"mean_{name}": {
-            kind: statistics.mean(row[name] for row in rows if row["trainer"] == kind)
-            for kind in arguments.trainers
-        }
-        for name in ("map50", "map50_95")
-    }
-    result = {"command": " ".join(argv), "cpus": os.cpu_count(), "rows": rows, **means}
+    rows: list[dict[str, Any]] = []
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result))
+    print(f"logs and runs are in {folder} until all went well", file=sys.stderr)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for row in pool.map(work, jobs):  # written as they come: the next one may fail
+            rows.append(row)
+            result = {
+                "command": " ".join(argv),
+                "cpus": os.cpu_count(),
+                "rows": rows,
+                **means(rows),
+            }
+            arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    shutil.rmtree(folder)
+    print(arguments.out.read_text())
     return 0
 
 

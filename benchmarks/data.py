@@ -128,7 +128,7 @@ def differences(records: Records, imgsz: int) -> None:
 
 
 def stream_rates(records: Records, reading: Reading, rounds: int) -> list[float]:
-    """Photos a second of steps of 16 photos that come out of Ray Data, each round after the first chunk's start."""
+    """Photos a second of steps of 16 photos out of Ray Data, for each round; the starts of chunks included."""
     epochs = 4
     plan = Plan(records, seed=0, epochs=epochs, batch=16, imgsz=reading.imgsz, augment=AugmentConfig())  # fmt: skip
     handle = ray.put(plan)

@@ -29,6 +29,8 @@ import torch
 import yaml
 from accuracy import ULTRALYTICS, number_of
 
+from yolo_ray.data.formats import label_path
+
 FIRST, POLL_S = 1, 0.02
 
 
@@ -57,7 +59,6 @@ def repeat_photos(data: Path, folder: Path, count: int) -> Path:
     root = data.parent / (spec.get("path") or ".")
     for split in ("train", "val"):
         photos = sorted(path for path in (root / spec[split]).iterdir() if path.is_file())
-        labels = Path(str(root / spec[split]).replace("images", "labels"))
         for part in ("images", "labels"):
             (folder / part / split).mkdir(parents=True)
         times = -(-count // len(photos)) if split == "train" else 1
@@ -65,7 +66,7 @@ def repeat_photos(data: Path, folder: Path, count: int) -> Path:
             for photo in photos:
                 name = f"{number}_{photo.name}"
                 shutil.copyfile(photo, folder / "images" / split / name)
-                label = labels / f"{photo.stem}.txt"
+                label = Path(label_path(str(photo)))
                 if label.is_file():
                     shutil.copyfile(label, (folder / "labels" / split / name).with_suffix(".txt"))
     spec |= {"path": str(folder), "train": "images/train", "val": "images/val"}
@@ -79,6 +80,18 @@ def utilization() -> int | None:
     return torch.cuda.utilization() if torch.cuda.is_available() else None
 
 
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those it started; nothing if it has ended."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
 def watch(command: list[str], folder: Path, rows: int) -> dict[str, Any]:
     """Run a training until its results.csv has ``rows`` lines; times between them, and utilisation meanwhile."""
     folder.mkdir(parents=True)
@@ -89,21 +102,19 @@ def watch(command: list[str], folder: Path, rows: int) -> dict[str, Any]:
         times: list[float] = []
         samples: list[int] = []
         next_sample = begin = time.perf_counter()
-        while len(times) < rows and process.poll() is None:
-            time.sleep(POLL_S)
-            now = time.perf_counter()
-            table = next(folder.rglob("results.csv"), None)
-            lines = table.read_text().count("\n") - 1 if table else 0
-            times += [now] * (lines - len(times))
-            if now >= next_sample and len(times) >= FIRST and (used := utilization()) is not None:
+        try:
+            while len(times) < rows and process.poll() is None:
+                time.sleep(POLL_S)
+                now = time.perf_counter()
+                table = next(folder.rglob("results.csv"), None)
+                lines = table.read_text().count("\n") - 1 if table else 0
+                times += [now] * (lines - len(times))
+                if now < next_sample or len(times) < FIRST or (used := utilization()) is None:
+                    continue
                 samples.append(used)
                 next_sample = now + 0.1
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            stop(process)
     if len(times) < rows:
         raise RuntimeError(f"{command[1:3]} failed:\n{(folder / 'log.txt').read_text()[-3000:]}")
     gaps = [

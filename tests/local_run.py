@@ -120,7 +120,7 @@ class LocalRun:
             epoch = step // self.plan.steps_per_epoch
             gains = head_gains_at(epoch, self.options.epochs, self.step.num_heads)
             self.step.set_controls(self.schedule.at(step), gains)
-            self.step(batch, update=bool(self.schedule.updates[step]))
+            self.step(batch, update=self.schedule.is_update(step))
         stream.close()
 
 

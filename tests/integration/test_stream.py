@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import ray
 from ray.data._internal.stats import get_or_create_stats_actor
-from yolo_ray.data.pipeline import StreamLimits, _blocks
+from yolo_ray.data.pipeline import ChunkLimits, _blocks
 
 folder = Path(sys.argv[1])
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
@@ -41,7 +41,7 @@ class Meet:
 
 met = []
 for number in range(6):  # the first ones start processes
-    blocks = _blocks(2, 1, StreamLimits(2.0, 1.0, 2**26), Meet(number))
+    blocks = _blocks(2, 1, ChunkLimits(2, 1.0), Meet(number))
     met.append(all(ray.get(block)["met"][0].as_py() for block in blocks))
 seen = ray.get(get_or_create_stats_actor().get_datasets.remote())
 print(json.dumps([met, len(seen)]))

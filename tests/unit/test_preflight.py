@@ -19,6 +19,7 @@ from yolo_ray.cluster.preflight import place_on
 from yolo_ray.cluster.worker import Here, _compile_option
 from yolo_ray.config.load import load
 from yolo_ray.config.schema import ClusterConfig, EvaluateConfig, TrainConfig
+from yolo_ray.data.pipeline import StreamLimits
 from yolo_ray.errors import UserError
 from yolo_ray.train.events import EventLog
 
@@ -156,6 +157,23 @@ def test_what_only_a_gpu_can_do_is_refused_without_one(
         check_device(config, without)
     check_device(config, place_on([{"CPU": 4.0, "GPU": 1.0}], ClusterConfig()))
     check_device(EvaluateConfig(), without)
+
+
+@pytest.mark.parametrize("cpus", [1.0, 2.0, 4.0, 5.0, 8.0, 15.0])
+def test_chunks_that_are_decoded_together_keep_given_cpus(cpus: float) -> None:
+    limits = StreamLimits(cpus, 1.0, 2**26, apart=True, strict=True)
+    for first in range(7):
+        together = [limits.of_chunk(first + number).tasks for number in range(limits.ahead)]
+        assert sum(together) == cpus
+        assert min(together) >= 1
+
+
+def test_chunks_take_all_cpus_that_nobody_gave_a_number_of() -> None:
+    nodes = [{"CPU": 16.0, "GPU": 1.0, "memory": 1e9, "object_store_memory": 2.0**33}]
+    free = place_on(nodes, ClusterConfig(workers=1)).data
+    given = place_on(nodes, ClusterConfig(workers=1, data_cpus=6)).data
+    assert (free.ahead, free.of_chunk(1).tasks) == (3, free.tasks)
+    assert (given.ahead, given.of_chunk(1).tasks) == (3, 2)
 
 
 def test_all_chunks_of_a_stream_take_a_quarter_of_the_store() -> None:

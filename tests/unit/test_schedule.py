@@ -41,11 +41,25 @@ def test_warm_up_leaves_the_last_epoch() -> None:
 
 def test_accumulation_ramps_to_nbs_over_batch() -> None:
     schedule = make(OptimConfig(nbs=64, warmup_epochs=3.0), batch=16)
-    gaps = np.diff(np.flatnonzero(schedule.updates))
-    assert schedule.updates[0] and gaps[0] == 1
+    updates = [schedule.is_update(step) for step in range(200)]
+    gaps = np.diff(np.flatnonzero(updates))
+    assert updates[0] and gaps[0] == 1
     assert (np.diff(gaps[:-1]) >= 0).all() and gaps[-2] == 4
-    assert schedule.updates[-1], "the last gradients are used"
-    assert make(OptimConfig(nbs=64), batch=128).updates.all()
+    assert updates[-1], "the last gradients are used"
+    large = make(OptimConfig(nbs=64), batch=128)
+    assert all(large.is_update(step) for step in range(200))
+
+
+@pytest.mark.parametrize("warmup_epochs", [0.0, 3.0, 100.0])
+@pytest.mark.parametrize("batch", [1, 16, 24, 128])
+@pytest.mark.parametrize("epochs", [1, 2, 10])
+def test_updates_are_counted(warmup_epochs: float, batch: int, epochs: int) -> None:
+    schedule = make(OptimConfig(nbs=64, warmup_epochs=warmup_epochs), batch=batch, epochs=epochs)
+    done = 0
+    for step in range(20 * epochs):
+        done += schedule.is_update(step)
+        assert schedule.updates_until(step) == done
+    assert schedule.is_update(20 * epochs - 1)
 
 
 def test_weight_decay_is_scaled_by_the_real_batch() -> None:
@@ -56,7 +70,8 @@ def test_weight_decay_is_scaled_by_the_real_batch() -> None:
 
 def test_ema_ramp_follows_updates() -> None:
     schedule = make(OptimConfig(ema_decay=0.9999, ema_tau=2000.0))
-    done = int(schedule.updates[:101].sum())
+    done = schedule.updates_until(100)
+    assert done == sum(schedule.is_update(step) for step in range(101))
     assert schedule.at(100).ema_decay == pytest.approx(0.9999 * (1 - math.exp(-done / 2000)))
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def _measure(bench: _Bench, folder: Path, result: dict[str, Any]) -> None:
             draw_sweep(result["sweep"], folder / "sweep.png")
     first = bench.settings(bench.cases[0])[0]
     if config.static_assignment:
-        steps = config.static_steps or (200 if bench.is_gpu else 4)
+        steps = config.static_steps or (200 if bench.is_gpu else 12)
         keep("static", bench.static_rows(first, steps))
     if config.startup:
         for row in startup_rows(first, bench.device.type, compile=config.compile):
@@ -219,31 +220,30 @@ class _Bench:
         memory = _Memory(scene.ring_bytes if is_ours else 0) if self.is_gpu else None
         clock, built = self.clock, []
         build_s = clock.seconds(lambda: built.append(build_variant(variant, setting, scene)))
-        subject = built.pop()
-        kernels_s = clock.seconds(subject.first)
-        has_graph = variant.startswith(GRAPH)
-        capture_s = clock.seconds(lambda: subject.call(0)) if has_graph else 0.0
-        times = clock.blocks_ms(subject.call)
-        step_ms = statistics.median(times)
-        row |= {
-            "step_ms": round(step_ms, 3),
-            "spread": f"{min(times):.2f}-{max(times):.2f}",
-            "images_per_s": round(setting.batch / step_ms * 1e3, 1),
-            "host_ms": round(clock.host_ms(subject.call), 3),
-            "build_s": round(build_s, 2),
-            "kernels_s": round(kernels_s, 2),
-            "start_s": round(build_s + kernels_s + capture_s, 2),
-        }
-        row |= {"capture_s": round(capture_s, 2)} if has_graph else {}
-        cost = self.costs[setting.model]
-        row |= shares(cost, self.gpu, setting.precision, (setting.batch, step_ms))
-        if memory:
-            row |= memory.taken()
-            found = profile(
-                subject.call, top=self.config.profile, title=f"{setting.model} {variant}"
-            )
-            row |= found | {"wall_ratio": round(step_ms / max(found["kernel_ms"], 1e-6), 2)}
-        subject.close()
+        with closing(built.pop()) as subject:
+            kernels_s = clock.seconds(subject.first)
+            has_graph = variant.startswith(GRAPH)
+            capture_s = clock.seconds(lambda: subject.call(0)) if has_graph else 0.0
+            times = clock.blocks_ms(subject.call)
+            step_ms = statistics.median(times)
+            row |= {
+                "step_ms": round(step_ms, 3),
+                "spread": f"{min(times):.2f}-{max(times):.2f}",
+                "images_per_s": round(setting.batch / step_ms * 1e3, 1),
+                "host_ms": round(clock.host_ms(subject.call), 3),
+                "build_s": round(build_s, 2),
+                "kernels_s": round(kernels_s, 2),
+                "start_s": round(build_s + kernels_s + capture_s, 2),
+            }
+            row |= {"capture_s": round(capture_s, 2)} if has_graph else {}
+            cost = self.costs[setting.model]
+            row |= shares(cost, self.gpu, setting.precision, (setting.batch, step_ms))
+            if memory:
+                row |= memory.taken()
+                found = profile(
+                    subject.call, top=self.config.profile, title=f"{setting.model} {variant}"
+                )
+                row |= found | {"wall_ratio": round(step_ms / max(found["kernel_ms"], 1e-6), 2)}
 
 
 class _Memory:

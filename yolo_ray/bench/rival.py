@@ -14,7 +14,7 @@ from torch import Tensor
 from yolo_ray.data.batch import Batch
 from yolo_ray.model.build import Detector
 
-GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
+GAINS = (7.5, 0.5, 1.5)  # box, cls, dfl: the defaults of both
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,7 +39,9 @@ class Rival:
         from ultralytics.utils.torch_utils import ModelEMA, attempt_compile
 
         self.net: Any = detector.net
-        self.net.args = SimpleNamespace(**GAINS, epochs=100)
+        self.net.args = SimpleNamespace(
+            **dict(zip(("box", "cls", "dfl"), GAINS, strict=True)), epochs=100
+        )
         self.net.train()
         self.batches = [_as_ultralytics(images, batch) for images, batch in batches]
         self.device = batches[0][0].device

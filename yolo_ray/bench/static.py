@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from yolo_ray.bench.measure import Clock, profile
+from yolo_ray.bench.ratios import Row
 from yolo_ray.bench.variants import Scene, Setting, build_ours, make_scene, run_step
 from yolo_ray.model import loss as loss_module
 from yolo_ray.model.assign import Assignment
@@ -24,7 +25,6 @@ from yolo_ray.step.schedule import Controls
 from yolo_ray.step.train_step import TrainStep
 
 LEARNING = Controls(lr=0.01, lr_bias=0.01, momentum=0.9, weight_decay=5e-4, ema_decay=0.99)
-Row = dict[str, Any]
 Assign = Callable[..., Assignment]
 
 

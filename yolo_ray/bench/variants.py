@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from yolo_ray.augment.device import augment
-from yolo_ray.bench.rival import Rival
+from yolo_ray.bench.rival import GAINS, Rival
 from yolo_ray.bench.scene import make_batches, make_records
 from yolo_ray.data.batch import Batch
 from yolo_ray.model.build import build_detector
@@ -28,7 +28,6 @@ REFERENCE = {GRAPH: EAGER, GRAPH_COMPILE: GRAPH, ULTRALYTICS_COMPILE: ULTRALYTIC
 """What each variant adds its start-up cost to, for the step at which that is paid back."""
 
 CONTROLS = Controls(lr=1e-3, lr_bias=1e-3, momentum=0.9, weight_decay=5e-4, ema_decay=0.99)
-GAINS = (7.5, 0.5, 1.5)
 
 
 @dataclass(frozen=True)

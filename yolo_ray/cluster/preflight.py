@@ -156,7 +156,9 @@ def place_on(nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float 
     cpus, data_cpus = shares
     each = data_cpus / workers
     store = sum(node.get("object_store_memory", 0.0) for node in nodes)
-    limits = StreamLimits(each, min(1.0, each), MIN_CHUNK_BYTES, apart=use_gpu)
+    limits = StreamLimits(
+        each, min(1.0, each), MIN_CHUNK_BYTES, apart=use_gpu, strict=cluster.data_cpus != "auto"
+    )
     # All chunks of a stream then take a quarter of the store at most: an evaluation has a stream too, while that of
     # training holds what it read ahead, and the rest is for what else is in flight.
     share = store / (4 * (1 + limits.ahead) * workers)

@@ -119,7 +119,8 @@ def _placed(
     if cluster.data_cpus != "auto":
         update["data_cpus"] = trials * cluster.data_cpus
     together = place_on(left, cluster.model_copy(update=update), gpus)
-    return replace(together, workers=cluster.workers)
+    data = replace(together.data, strict=together.data.strict or trials > 1)
+    return replace(together, workers=cluster.workers, data=data)
 
 
 def _too_many(

@@ -26,6 +26,7 @@ from yolo_ray.config.load import RUN_CONFIG
 from yolo_ray.config.options import find_option
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import StopRequested, UserError
+from yolo_ray.model.saving import link_or_copy
 from yolo_ray.study.objective import needs_costs, value_of
 from yolo_ray.train.checkpoint import list_checkpoints, weights_digest
 
@@ -196,7 +197,10 @@ class _Attempt:
             time.sleep(POLL_S)
         kept = self.folder / FORWARD / f"{epoch:06d}"
         for path in (found[0], _states(self.folder) / "best.pt", self.folder / "weights/best.pt"):
-            _link(path, kept / path.relative_to(self.folder))
+            place = kept / path.relative_to(self.folder)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                link_or_copy(path, place)
         for old in sorted((self.folder / FORWARD).iterdir())[:-FORWARDED_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         pointer.write_text(
@@ -256,14 +260,3 @@ def _states(folder: Path) -> Path:
 
 def _step(path: Path) -> int:
     return int(path.stem.removeprefix("step_"))
-
-
-def _link(path: Path, place: Path) -> None:
-    """A second name for a file, which costs nothing; a copy where the file system has no such thing."""
-    if not path.exists():
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(path, place)
-    except OSError:
-        shutil.copyfile(path, place)

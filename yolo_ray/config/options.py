@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from yolo_ray.config.document import parse_setting
 from yolo_ray.config.unsupported import UNSUPPORTED
 from yolo_ray.errors import UserError
 
@@ -99,6 +100,19 @@ def build(schema: type[Schema], values: Mapping[str, Any], places: Mapping[str, 
         return schema.model_validate(nested)
     except ValidationError as error:
         raise UserError(_first_mistake(schema, error, values, places)) from error
+
+
+def parse_flat(schema: type[Schema], argv: Sequence[str]) -> Schema:
+    """A schema without sections from ``key=value`` arguments; UserError names the first wrong one."""
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    for argument in argv:
+        for setting in parse_setting(argument, ()):
+            option = find_option(schema, setting.key, setting.place)
+            as_text = option.is_text and setting.text is not None
+            values[option.name] = setting.text if as_text else setting.value
+            places[option.name] = setting.place
+    return build(schema, values, places)
 
 
 def values_of(config: BaseModel) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from yolo_ray.data.plan import KeptBoxes as KeptBoxes
 from yolo_ray.data.plan import PlanStep
 from yolo_ray.errors import UserError
 
@@ -41,10 +40,10 @@ class Batch:
     valid: Tensor  # bool [G]
     side: int  # S' of the images in px; S, that of the photos, without multi_scale
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str) -> Batch:
         """The same batch on ``device``; what is there already is not copied."""
         tensors = {name: getattr(self, name) for name in TENSORS}
-        moved = {k: v.to(device, non_blocking=non_blocking) for k, v in tensors.items()}
+        moved = {k: v.to(device) for k, v in tensors.items()}
         return Batch(**moved, side=self.side)
 
 

@@ -63,7 +63,7 @@ def photos_of(source: str, split: Split = "val", suffixes: Collection[str] = ())
             )
         return list_photos(data, split)
     if is_remote(place):
-        found = _remote_photos(DataYaml(place, parent_of(place), (), {}), split, place)
+        found = _remote_photos(parent_of(place), place)
     else:
         found = _local_files(os.path.abspath(os.path.expanduser(place)), source, suffixes)
     if not found:
@@ -84,7 +84,7 @@ def _local_files(place: str, source: str, suffixes: Collection[str]) -> list[str
 
 def _photos_at(data: DataYaml, split: str, entry: str) -> list[str]:
     if is_remote(entry) or (is_remote(data.root) and not os.path.isabs(entry)):
-        return _remote_photos(data, split, entry)
+        return _remote_photos(data.root, entry)
     place = _place(data, split, entry)
     if os.path.isdir(place):
         return _photos_in(place)
@@ -146,9 +146,9 @@ def _listed(file: str, name: str) -> str:
     return os.path.abspath(os.path.join(os.path.dirname(file), name))
 
 
-def _remote_photos(data: DataYaml, split: str, entry: str) -> list[str]:
-    """Photos of an entry that is an address, or relative to one."""
-    place = join(data.root, entry)
+def _remote_photos(root: str, entry: str) -> list[str]:
+    """Photos of an entry that is an address, or relative to the address ``root``."""
+    place = join(root, entry)
     if place.lower().endswith(".txt"):
         return _photos_listed(place)
     if not any(mark in place for mark in PATTERN_MARKS):
@@ -156,7 +156,7 @@ def _remote_photos(data: DataYaml, split: str, entry: str) -> list[str]:
             return [place]
         photos = _visible_photos(place, place)
         if not photos and entry.startswith("../"):  # Roboflow's exports, as on a disk
-            beside = join(data.root, entry[3:])
+            beside = join(root, entry[3:])
             photos = _visible_photos(beside, beside)
         return photos
     first = min(place.index(mark) for mark in PATTERN_MARKS if mark in place)

@@ -19,8 +19,7 @@ import yaml
 from pydantic import Field
 
 from yolo_ray.config.address import checked_place, is_remote
-from yolo_ray.config.document import parse_setting
-from yolo_ray.config.options import build, find_option
+from yolo_ray.config.options import parse_flat
 from yolo_ray.config.schema import Fraction, Section
 from yolo_ray.data.formats import DataYaml, Split, label_path, load_data_yaml
 from yolo_ray.data.packs import INDEX_SUFFIX, PackIndex, load_index, packed_entry
@@ -81,15 +80,7 @@ def parse(argv: Sequence[str]) -> PackConfig:
     Raises:
         UserError: unknown or wrong options, or none of data and out.
     """
-    values: dict[str, Any] = {}
-    places: dict[str, str] = {}
-    for argument in argv:
-        for setting in parse_setting(argument, {}):
-            option = find_option(PackConfig, setting.key, setting.place)
-            as_text = option.is_text and setting.text is not None
-            values[option.name] = setting.text if as_text else setting.value
-            places[option.name] = setting.place
-    config = build(PackConfig, values, places)
+    config = parse_flat(PackConfig, argv)
     if not config.data or not config.out:
         raise UserError("pass data=PATH/data.yaml and out=FOLDER")
     if is_remote(checked_place(config.out)):
@@ -171,7 +162,7 @@ def _written(out: Path, needed: int) -> Iterator[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "lock", "w") as lock:
-            _lock(lock, out)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends, however
             for path in folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
@@ -182,10 +173,10 @@ def _written(out: Path, needed: int) -> Iterator[Path]:
                     "pass out= with a folder on another disk"
                 )
             yield folder
-            (folder / "lock").unlink()
             if out.exists():
                 out.rmdir()  # an empty one, or this refuses
             folder.rename(out)
+            (out / "lock").unlink()  # not before: another process would take the folder for its own
             _sync(out.parent)
     except BlockingIOError:
         raise UserError(f"another process is packing into {out}; wait for it, or stop it") from None
@@ -198,11 +189,6 @@ def _written(out: Path, needed: int) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _lock(lock: IO[str], out: Path) -> None:
-    """Held until the file is closed, by whatever end of the process."""
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _sync(folder: Path) -> None:

@@ -27,8 +27,8 @@ from ray.data._internal.execution.resource_manager import ResourceManager
 from ray.data.block import BlockAccessor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from yolo_ray.data.batch import Encoded, KeptBoxes
-from yolo_ray.data.plan import Plan
+from yolo_ray.data.batch import Encoded
+from yolo_ray.data.plan import KeptBoxes, Plan
 from yolo_ray.data.reading import Reading
 from yolo_ray.data.tasks import Columns, EvalTask, Reported, TrainTask, encoded_photos, get_ready
 from yolo_ray.errors import UserError
@@ -57,16 +57,35 @@ class StreamLimits:
     # Ray Data's own work is done in processes beside the worker's: the thread that launches a GPU's steps would share
     # the interpreter with it, and took 13 to 15 ms for a step instead of 9 to 11.
     apart: bool = False
+    # Others use the CPUs beside ``cpus``. Else each of the chunks may take all of them, and Ray counts the node's.
+    strict: bool = False
 
     @property
     def ahead(self) -> int:
         """Chunks that are decoded at a time: as one begins or ends CPUs are idle, too long for a GPU."""
-        return STEWARDS if self.apart else 1
+        most = min(STEWARDS, self.tasks) if self.strict else STEWARDS
+        return most if self.apart else 1
 
     @property
     def tasks(self) -> int:
         """That may run at the same time."""
         return max(1, int(self.cpus / self.task_cpus))
+
+    def of_chunk(self, number: int) -> ChunkLimits:
+        """Of one chunk; ``ahead`` that follow each other keep the limits together."""
+        tasks = self.tasks
+        if self.strict:
+            place = number % self.ahead
+            tasks = tasks // self.ahead + (place < tasks % self.ahead)
+        return ChunkLimits(tasks, self.task_cpus)
+
+
+@dataclass(frozen=True)
+class ChunkLimits:
+    """What the tasks of one chunk may take."""
+
+    tasks: int  # at the same time
+    task_cpus: float  # of one
 
     def steps_per_block(self, steps: int, step_bytes: int) -> int:
         """Steps of one block of a chunk of ``steps``: many, for their cost, and yet enough blocks for all tasks."""
@@ -88,7 +107,7 @@ class StepPhotos:
 
 
 def _blocks(
-    rows: int, block: int, limits: StreamLimits, task: Callable[[Columns], Columns]
+    rows: int, block: int, limits: ChunkLimits, task: Callable[[Columns], Columns]
 ) -> list[Any]:
     """``rows`` numbers in blocks of ``block``, in order, through ``task`` within the limits, all computed."""
     # Not ray.data.range: its reading tasks take a whole CPU each, which a small or full cluster may never have.
@@ -100,7 +119,7 @@ def _blocks(
     context.enable_progress_bars = False
     context.execution_options.preserve_order = True
     context.execution_options.resource_limits = ray.data.ExecutionResources.for_limits(
-        cpu=limits.cpus
+        cpu=limits.tasks * limits.task_cpus
     )
     mapped = dataset.map_batches(
         cast(Any, Reported(task)),
@@ -121,7 +140,7 @@ class _Steward:
     """Computes blocks in a process of its own, which owns them."""
 
     def blocks(
-        self, rows: int, block: int, limits: StreamLimits, task: Callable[[Columns], Columns]
+        self, rows: int, block: int, limits: ChunkLimits, task: Callable[[Columns], Columns]
     ) -> list[Any]:
         """As ``_blocks``."""
         return _blocks(rows, block, limits, task)
@@ -139,7 +158,7 @@ def _steward(number: int) -> Any:
 
 
 def _blocks_apart(
-    number: int, rows: int, block: int, limits: StreamLimits, task: Callable[[Columns], Columns]
+    number: int, rows: int, block: int, limits: ChunkLimits, task: Callable[[Columns], Columns]
 ) -> list[Any]:
     """As ``_blocks``, in the process of the steward ``number``."""
     return ray.get(_steward(number).blocks.remote(rows, block, limits, task))
@@ -199,9 +218,10 @@ def _stream(
     warn = _once(warn)
 
     def decode(number: int, chunk: range) -> list[Any]:
-        block = limits.steps_per_block(len(chunk), step_bytes) * batch
-        compute = partial(_blocks_apart, number % STEWARDS) if limits.apart else _blocks
-        return compute(len(chunk) * batch, block, limits, task_of(chunk))
+        own = limits.of_chunk(number)
+        block = own.steps_per_block(len(chunk), step_bytes) * batch
+        compute = partial(_blocks_apart, number % limits.ahead) if limits.apart else _blocks
+        return compute(len(chunk) * batch, block, own, task_of(chunk))
 
     chunks = _chunks(steps, max(1, limits.chunk_bytes // step_bytes))
     with ThreadPoolExecutor(limits.ahead, thread_name_prefix="chunk") as pool:

@@ -150,7 +150,7 @@ class EvalTask:
         """The photos of the rows whose numbers are in the column ``id``."""
         records: Records = _fetch(self.records)
         imgsz = self.reading.imgsz
-        photos = np.full((len(rows["id"]), imgsz, imgsz, 3), 114, dtype=np.uint8)
+        photos = np.full((len(rows["id"]), imgsz, imgsz, 3), GRAY, dtype=np.uint8)
         ids = np.full(len(rows["id"]), -1, dtype=np.int64)
         for place, number in enumerate(rows["id"].tolist()):
             if number < len(self.ids):

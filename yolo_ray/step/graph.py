@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,12 +67,39 @@ class Cost:
         )
 
 
-class _Refused(Exception):
-    """The step cannot be captured."""
+class CaptureRefused(Exception):
+    """What ran cannot be captured; the reason as torch has it."""
 
 
-class _Full(Exception):
-    """Memory ran out in a capture."""
+class CaptureFull(Exception):
+    """Memory ran out in a capture. Torch's own error would keep the tensors of what ran alive."""
+
+
+def capture(
+    run: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """The graph of what ``run`` launches on ``stream``; its memory is of ``pool``, or of one of its own.
+
+    Raises:
+        CaptureRefused: something in it cannot be captured.
+        CaptureFull: out of memory.
+    """
+    graph = torch.cuda.CUDAGraph()
+    is_full = False
+    try:
+        # thread_local: the threads that read photos may go on allocating while this one captures.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            try:
+                run()
+            except torch.OutOfMemoryError:
+                is_full = True  # ending the broken capture raises an error of its own
+                raise
+    except RuntimeError as error:  # what torch raises for calls that a capture refuses
+        if not is_full:
+            raise CaptureRefused(str(error)) from error
+    if is_full:
+        raise CaptureFull
+    return graph
 
 
 class GraphedStep:
@@ -158,10 +186,12 @@ class GraphedStep:
                 is_known = is_known and len(self._graphs) != MAX_COMPILED
                 steps = LATER_WARM_UP_STEPS if is_known else WARM_UP_STEPS
                 eager_ms = self._warm_up(inputs, steps, update=key[2])
-                graph = self._capture(inputs, update=key[2])
-        except (torch.OutOfMemoryError, _Full):
+                assert self._stream is not None
+                update = key[2]
+                graph = capture(lambda: self.step(inputs, update=update), self._stream, self._pool)
+        except (torch.OutOfMemoryError, CaptureFull):
             is_full = True  # the error itself would keep the step's tensors alive
-        except _Refused as error:
+        except CaptureRefused as error:
             failure = error
         if is_full:
             raise self._out_of_memory(inputs, kept)
@@ -178,7 +208,7 @@ class GraphedStep:
             self._give_up(failure)
         return everywhere
 
-    def _give_up(self, failure: _Refused | None) -> None:
+    def _give_up(self, failure: CaptureRefused | None) -> None:
         lines = str(failure or "").strip().splitlines()
         why = lines[0] if lines else "another worker could not"
         if self.mode == "require":
@@ -210,26 +240,6 @@ class GraphedStep:
             last_ms = _timed_ms(lambda: self.step(inputs, update=update), 1)
         current.wait_stream(side)
         return last_ms
-
-    def _capture(self, inputs: Batch, *, update: bool) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        is_full = False
-        try:
-            # thread_local: the threads that read photos may go on allocating while this one captures.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):
-                try:
-                    self.step(inputs, update=update)
-                except torch.OutOfMemoryError:
-                    is_full = True  # ending the broken capture raises an error of its own
-                    raise
-        except RuntimeError as error:  # what torch raises for calls that a capture refuses
-            if not is_full:
-                raise _Refused(str(error)) from error
-        if is_full:
-            raise _Full
-        return graph
 
     def _out_of_memory(self, inputs: Batch, kept: _Snapshot) -> UserError:
         """What does not fit and what would."""

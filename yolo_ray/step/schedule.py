@@ -63,12 +63,7 @@ def lr_factor_at(epoch: int, *, epochs: int, lrf: float, cosine: bool) -> float:
 
 
 class Schedule:
-    """``at(step)`` and ``updates[step]`` for the whole run.
-
-    Attributes:
-        updates: bool [total_steps], whether the step ends with an optimizer update.
-        ema_updates: int64 [total_steps], optimizer updates made up to and including that step.
-    """
+    """``at(step)`` and ``is_update(step)`` of a run of any length: only its warm-up is a table."""
 
     def __init__(
         self,
@@ -87,21 +82,40 @@ class Schedule:
         nominal = max(round(optim.nbs / batch), 1)
         # Decay is scaled by the nominal accumulation, before it is capped by the length of the run.
         self.weight_decay = optim.weight_decay * batch * nominal / optim.nbs
-        self.updates = self._tabulate_updates(total, min(nominal, total))
-        self.ema_updates = np.cumsum(self.updates)
+        self.total_steps, self._nominal = total, min(nominal, total)
+        self._warm = self._warm_up_updates()
+        self._warm_done = np.cumsum(self._warm)
+        ends = np.flatnonzero(self._warm)
+        self._last = int(ends[-1]) if len(ends) else -1  # update of the warm-up
 
-    def _tabulate_updates(self, total: int, nominal: int) -> np.ndarray:
-        updates, last = np.zeros(total, dtype=bool), -1
-        for step in range(total):
-            accumulate = nominal
-            if self.warmup_steps and step <= self.warmup_steps:
-                ramp = np.interp(step, [0, self.warmup_steps], [1, nominal])
-                accumulate = max(1, int(ramp.round()))
+    def _warm_up_updates(self) -> np.ndarray:
+        """bool [warmup_steps + 1], whether a step of the warm-up ends with an update; empty without one."""
+        count = min(self.warmup_steps + 1, self.total_steps) if self.warmup_steps else 0
+        updates, last = np.zeros(count, dtype=bool), -1
+        ramp = np.interp(np.arange(count), [0, max(self.warmup_steps, 1)], [1, self._nominal])
+        for step, accumulate in enumerate(np.maximum(ramp.round(), 1).tolist()):
             if step - last >= accumulate:
                 updates[step], last = True, step
-        if total:
-            updates[-1] = True  # the last gradients are not thrown away
         return updates
+
+    def is_update(self, step: int) -> bool:
+        """Whether a step, [0, total_steps), ends with an optimizer update; the last one does."""
+        if step == self.total_steps - 1:
+            return True  # the last gradients are not thrown away
+        if step < len(self._warm):
+            return bool(self._warm[step])
+        return (step - self._last) % self._nominal == 0
+
+    def updates_until(self, step: int) -> int:
+        """Optimizer updates up to and including that of a step, [0, total_steps)."""
+        if step < 0:
+            return 0
+        if step == self.total_steps - 1:
+            return self.updates_until(step - 1) + 1
+        if step < len(self._warm):
+            return int(self._warm_done[step])
+        done = int(self._warm_done[-1]) if len(self._warm) else 0
+        return done + (step - self._last) // self._nominal
 
     def at(self, step: int) -> Controls:
         """The controls of a step, [0, total_steps)."""
@@ -116,6 +130,6 @@ class Schedule:
             lr_bias = float(np.interp(step, ramp, [resolved.warmup_bias_lr, lr]))
             lr = float(np.interp(step, ramp, [0.0, lr]))
             momentum = float(np.interp(step, ramp, [optim.warmup_momentum, resolved.momentum]))
-        done = int(self.ema_updates[step])
+        done = self.updates_until(step)
         ema_decay = optim.ema_decay * (1 - math.exp(-done / optim.ema_tau))
         return Controls(lr, lr_bias, momentum, self.weight_decay, ema_decay)

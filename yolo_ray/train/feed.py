@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from yolo_ray.data.batch import Batch, Encoded, KeptBoxes, PhotoRing
-from yolo_ray.data.plan import Plan, slots_of
+from yolo_ray.data.batch import Batch, Encoded, PhotoRing
+from yolo_ray.data.plan import KeptBoxes, Plan, slots_of
 
 QUEUE_STEPS = 4
 RECENT_STEPS = 200

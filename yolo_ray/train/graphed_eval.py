@@ -15,7 +15,7 @@ from torch import Tensor
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import Detector
 from yolo_ray.model.detect import decode
-from yolo_ray.step.graph import WARM_UP_STEPS
+from yolo_ray.step.graph import WARM_UP_STEPS, CaptureFull, CaptureRefused, capture
 
 
 class GraphedEval:
@@ -91,12 +91,12 @@ class GraphedEval:
         random = torch.cuda.get_rng_state(self.device)
         try:
             self._capture(images)
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, CaptureFull) as error:
             raise UserError(
                 f"an evaluation of {len(images)} photos at once does not fit in the GPU's memory beside training: "
                 "lower eval.val_batch or batch"
             ) from error
-        except RuntimeError as error:  # what torch raises for calls that a capture refuses
+        except CaptureRefused as error:
             text = str(error).strip().splitlines()
             reason = text[0] if text else type(error).__name__
             if self.mode == "require":
@@ -121,11 +121,9 @@ class GraphedEval:
             for _ in range(WARM_UP_STEPS):
                 self._forward(static)
         current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # A pool of its own. thread_local: the threads that read photos may go on allocating meanwhile.
-        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            outputs = self._forward(static)
-        self._graph, self._outputs = graph, outputs
+        outputs: list[tuple[Tensor, Tensor]] = []
+        self._graph = capture(lambda: outputs.append(self._forward(static)), side)
+        self._outputs = outputs[0]
 
     def _load(self, images: Tensor) -> None:
         static = self._images

@@ -84,7 +84,7 @@ def fit(run: Run) -> None:
 
     Raises:
         StopRequested: the run was asked to stop; its checkpoint is written.
-        UserError: no gradient was finite for ten steps in a row, or the disk refuses.
+        UserError: no gradient was finite for ten steps or more in a row, or the disk refuses.
     """
     loop = _Loop(run)
     batches = run.feed.batches(run.progress.step)
@@ -153,7 +153,7 @@ class _Loop:
         self.speedometer.clock.begin()
         controls = run.schedule.at(step)
         run.step.set_controls(controls, head_gains_at(epoch, run.config.epochs, run.step.num_heads))
-        run.step(batch, update=bool(run.schedule.updates[step]))
+        run.step(batch, update=run.schedule.is_update(step))
         self.speedometer.clock.end()
         run.progress.step = step + 1
         if run.config.data.log_samples:

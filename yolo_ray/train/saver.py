@@ -9,7 +9,7 @@ from typing import Any
 
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.model.build import Detector, blank_network, save_weights
-from yolo_ray.model.saving import save_atomically
+from yolo_ray.model.saving import link_or_copy, replaced
 from yolo_ray.step.graph import Step
 from yolo_ray.train.checkpoint import Progress, Snapshot, disk_explained, save_checkpoint
 
@@ -80,4 +80,5 @@ class Saver:
             keep, folder = self.config.checkpoint.keep, self.folder / "checkpoints"
             path = save_checkpoint(state, folder, keep=keep)
             if is_best:
-                save_atomically(state, path.with_name("best.pt"))
+                with replaced(path.with_name("best.pt")) as best:
+                    link_or_copy(path, best)
