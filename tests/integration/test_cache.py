@@ -54,7 +54,7 @@ def digest(cache, cpus, *, source=sources[0], workers=1, transforms=blur, encode
     plan_handle, records_handle = ray.put(plan), ray.put(records)
     reading = reading_of(PhotosConfig(cache=cache, cache_dir=folder), 64, records)
     limits = StreamLimits(cpus, 1.0, 2**26, apart=cpus == 4)
-    with cached(replace(reading, encoded=encoded)) as (reading, told):
+    with cached(replace(reading, encoded=encoded), PhotosConfig(cache=cache)) as (reading, told):
         for slots in (slots_of(rank, workers, 5) for rank in range(workers)):
             for photos in train_photos(plan_handle, slots, range(-7, 6), transforms, reading, limits, warnings.append):
                 for slot, number, photo in zip(slots, photos.ids, photos.photos, strict=True):
@@ -79,7 +79,7 @@ folder = str(blocked)
 rows.append(digest("disk", 2))
 
 @contextmanager
-def cached(reading):  # a node that joined later, which the driver never asked
+def cached(reading, data):  # a node that joined later, which the driver never asked
     yield reading, []
 
 rows.append(digest("disk", 2))

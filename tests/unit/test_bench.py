@@ -61,6 +61,7 @@ def test_options_take_one_value_or_a_list() -> None:
     assert config.optimizer == ("SGD", "MuSGD")
     assert config.cases == ("yolo11n.yaml:4",)
     assert parse(["precision=[bf16,fp16,tf32,fp32]"]).precision == ("bf16", "fp16", "tf32", "fp32")
+    assert parse(["out=2026"]).out == Path("2026")
     assert parse([]).precision == ("auto",) and parse([]).optimizer == ("SGD",)
 
 
@@ -78,6 +79,7 @@ def test_options_take_one_value_or_a_list() -> None:
         ("table=false", "nothing to measure"),
         ("sweeep=true", "did you mean sweep"),
         ("sweep=1", "true or false"),
+        ("static_steps=4", "a whole number >= 5"),
     ],
 )
 def test_wrong_options_are_named(argument: str, told: str) -> None:

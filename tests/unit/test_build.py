@@ -1,8 +1,10 @@
 """Building, reading and writing detectors of every Ultralytics family."""
 
 import os
+import pickle
 import subprocess
 import sys
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -189,12 +191,30 @@ def test_a_file_cannot_run_code(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAP", str(tmp_path / "sprung"))
     path = tmp_path / "evil.pt"
     torch.save({"model": Trap()}, path)
-    with pytest.raises(UserError, match="not an Ultralytics checkpoint"):
+    with pytest.raises(UserError, match=r"names posix\.mkdir, .* was not loaded, .*if you trust"):
         build_detector(str(path), NAMES, imgsz=64, seed=0)
+    path.write_bytes(pickle.dumps(Trap()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserError, match=r"is an old pickle.* was not loaded"):
+            build_detector(str(path), NAMES, imgsz=64, seed=0)
     assert not (tmp_path / "sprung").exists()
-    path.write_bytes(b"not a checkpoint")
-    with pytest.raises(UserError, match="not an Ultralytics checkpoint"):
-        build_detector(str(path), NAMES, imgsz=64, seed=0)
+
+
+def test_what_is_no_checkpoint_is_told_apart(tmp_path):
+    path, noise = tmp_path / "x.pt", np.random.default_rng(0)
+    torch.save({"weight": torch.zeros(999)}, path)
+    whole = path.read_bytes()
+    for content, message in (
+        (b"", "is empty: copy it again"),
+        (whole[: len(whole) // 2], "is cut off: copy it again"),
+        (b"a text", "nor any file of torch"),
+        *((noise.bytes(5000), "nor any file of torch") for _ in range(20)),
+        *((b"\x80\x02" + noise.bytes(300), "is an old pickle") for _ in range(20)),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_detector(path)
 
 
 def test_missing_file_names_both_remedies():

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from yolo_ray.cluster.folder import absolute_paths, find_model, keep_model
+from yolo_ray.cluster.folder import find_model, keep_model
 from yolo_ray.cluster.sentences import loaded_sentence
 from yolo_ray.config.load import load
 from yolo_ray.config.schema import TrainConfig
+from yolo_ray.config.tune import TuneConfig
 from yolo_ray.errors import UserError
 from yolo_ray.model.build import build_detector, save_weights
 
@@ -89,6 +90,6 @@ def test_the_first_copy_stays(weights: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a/b", "..", "a\\b"])
 def test_the_name_of_a_run_is_no_path(name: str, tmp_path: Path) -> None:
-    config = load(["data=d.yaml", f"project={tmp_path}/p", f"name={name}"])
-    with pytest.raises(UserError, match="is a path"):
-        absolute_paths(config)
+    for schema in (TrainConfig, TuneConfig):
+        with pytest.raises(UserError, match="is a path"):
+            load(["data=d.yaml", f"project={tmp_path}/p", f"name={name}"], schema)

@@ -90,7 +90,7 @@ def test_given_numbers_stay() -> None:
     assert shares(cpu_nodes(16), 2, cpus_per_worker=3, data_cpus=1) == (3.0, 1.0)
     assert shares(cpu_nodes(16), 2, cpus_per_worker=7.5) == (7.5, 1.0)
     assert shares(cpu_nodes(16), 2, data_cpus=8) == (4.0, 8.0)
-    with pytest.raises(UserError, match=r"need 17 CPUs \(2 x 8 to train, 1 to read"):
+    with pytest.raises(UserError, match=r"needs 17 CPUs \(2 x 8 to train, 1 to read"):
         shares(cpu_nodes(16), 2, cpus_per_worker=8, data_cpus=1)
 
 
@@ -118,10 +118,20 @@ def test_a_gpu_worker_needs_cpus_beside_its_gpu() -> None:
 
 
 def test_too_small_says_what_is_missing() -> None:
-    with pytest.raises(UserError, match=r"need 5 CPUs .* has 2 on 1 node.*workers to 3"):
+    with pytest.raises(UserError, match=r"needs 5 CPUs .* has 2 on 1 node.*workers to 3"):
         shares(cpu_nodes(2), 9)
     with pytest.raises(UserError, match="add CPUs"):
         shares(cpu_nodes(1), 1, cpus_per_worker=1)
+
+
+def test_the_option_that_takes_too_much_is_named() -> None:
+    for given, remedy in (
+        ({"data_cpus": 64}, "lower cluster.data_cpus, or leave it out"),
+        ({"cpus_per_worker": 9}, "lower cluster.cpus_per_worker, or leave it out"),
+        ({"data_cpus": 64, "cpus_per_worker": 9}, "lower cluster.data_cpus and cluster.cpus_per_"),
+    ):
+        with pytest.raises(UserError, match=remedy):
+            shares(cpu_nodes(4), 1, **given)
 
 
 def test_a_second_driver_stays_out(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from yolo_ray.augment.images import letterbox, read_photo, resize_photo, resized_size
 from yolo_ray.cluster.caching import reading_of
+from yolo_ray.config.load import load
 from yolo_ray.config.schema import PhotosConfig
 from yolo_ray.data import room
 from yolo_ray.data.cache import PhotoCache, cache_file
@@ -277,6 +278,8 @@ def test_reading_of_the_options(records: Records, tmp_path: Path) -> None:
     assert reading.fast_decode and reading.cache is not None and len(reading.cache.files) == 1
     reading = reading_of(PhotosConfig(cache="disk", cache_dir="~/x"), 64, records)
     assert reading.cache is not None and reading.cache.path == Path.home() / "x"
+    with pytest.raises(UserError, match=r"cache_dir.*expected a folder on a disk of each node"):
+        load(["data=d.yaml", "cache=disk", "cache_dir=s3://bucket/x"])
     among = PhotosConfig(cache="disk", cache_dir=str(Path(records.paths[0]).parent / "c"))
     with pytest.raises(UserError, match="lies among the photos"):
         reading_of(among, 64, records)

@@ -214,6 +214,10 @@ def test_mistakes_in_data_yaml(tmp_path: Path, text: str, words: str) -> None:
 
 def test_missing_file_split_folder_and_photos(tiny_dataset: Maker, tmp_path: Path) -> None:
     assert "pass data=PATH/data.yaml" in refusal(tmp_path / "none.yaml")
+    assert "two slashes: data=s3://b/d.yaml" in refusal(Path("s3:/b/d.yaml"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "data.yaml").touch()
+    assert f"pass data={tmp_path}/set/data.yaml" in refusal(tmp_path / "set")
     data = tiny_dataset(train=2)
     text = data.read_text()
     data.write_text(text.replace("train: images/train\n", ""))

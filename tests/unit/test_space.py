@@ -116,7 +116,9 @@ def test_a_study_is_read_back_from_its_record(tmp_path: Path) -> None:
         ("epochs: {randint: [1.5, 5]}", "line 3: .*1.5 is no whole number"),
         ("cos_lr: {randint: [0, 1]}", "line 3: .*use choice"),
         ("lr0: 0.1", "line 3: the values of 'lr0' are not understood; write, for example"),
-        ("lr0: {choice: []}", "line 3: choice of 'lr0' needs a list"),
+        ("lr0: {choice: []}", "line 3: choice of 'lr0' needs at least one value"),
+        ("lr0: {choice: 0.1}", "line 3: choice of 'lr0' needs a list"),
+        ("lr0: {choice: [1], uniform: [0, 1]}", "line 3: 'lr0' has 2 kinds of range, choice, unif"),
         ("batch: {choice: [auto, 8]}", "line 3: a study cannot choose batch=auto"),
         ("workers: {choice: [1, 2]}", "line 3: 'workers' says where or how"),
         ("data.path: {choice: [a.yaml]}", "line 3: .*the same for all trials"),
@@ -134,6 +136,16 @@ def test_a_mistake_has_its_line(tmp_path: Path, entry: str, message: str) -> Non
 def test_batch_is_judged_with_the_workers_of_a_trial() -> None:
     with pytest.raises(UserError, match=r"batch=1 is less than cluster.workers=2"):
         study("workers_per_trial=2", "space.batch={choice: [1, 4]}")
+
+
+def test_a_mistake_about_the_workers_of_a_trial_names_their_option() -> None:
+    with pytest.raises(UserError, match=r"batch=16 is less than tune.workers_per_trial=50"):
+        study("workers_per_trial=50").training()
+
+
+def test_the_weights_of_an_objective_are_numbers() -> None:
+    with pytest.raises(UserError, match="the weight of latency_ms must be a number, not 'x'"):
+        study("tune.objective={val/map50_95: 1, latency_ms: x}")
 
 
 @pytest.mark.parametrize(

@@ -62,13 +62,17 @@ def reading_of(data: PhotosConfig, imgsz: int, *splits: Records) -> Reading:
 
 
 @contextmanager
-def cached(reading: Reading) -> Iterator[tuple[Reading, list[tuple[str, str]]]]:
+def cached(reading: Reading, data: PhotosConfig) -> Iterator[tuple[Reading, list[tuple[str, str]]]]:
     """Yields the reading that this cluster has room for, and sentences about it (kind, text).
 
     Files in memory are removed from all nodes at the end. A run that is killed leaves them to the next run's start.
     """
+    sentences = []
+    if data.cache_dir and data.cache != "disk":
+        unused = f"data.cache_dir={data.cache_dir} is not used with data.cache={data.cache}: add data.cache=disk"
+        sentences.append(("warning", unused))
     if reading.cache is None:
-        yield reading, []
+        yield reading, sentences
         return
     stores = [int(node["Resources"].get("object_store_memory", 0)) for node in ray.nodes()]
     place = replace(reading.cache, spare_bytes=max(stores))
@@ -79,7 +83,7 @@ def cached(reading: Reading) -> Iterator[tuple[Reading, list[tuple[str, str]]]]:
     granted = replace(reading, cache=None) if nowhere else replace(reading, refused=refused)
     try:
         with held(place):  # the workers, which hold it on the other nodes, are not there yet
-            yield granted, _told(place, nodes)
+            yield granted, sentences + _told(place, nodes)
     finally:
         with suppress(RayError):  # how the run ended counts, not how its cache did
             _on_every_node(_clean, place)

@@ -26,13 +26,8 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Workers run in other folders, on other nodes: every path they get is absolute.
 
     Raises:
-        UserError: a relative project in a job, a name that is a path, or data that is no place.
+        UserError: a relative project in a job, or data that is no place.
     """
-    if set(config.name) & set("/\\") or config.name in (".", ".."):
-        raise UserError(
-            f"name={config.name} is a path, and a run is a folder of project={config.project}: pass its name alone, "
-            "and project= for the folder around it"
-        )
     project = Path(config.project).expanduser()
     if not project.is_absolute() and inside_job():
         if "project" in config.explicit:

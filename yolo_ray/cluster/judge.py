@@ -76,7 +76,7 @@ def evaluate_on(config: EvaluateConfig, val: Records) -> dict[str, Any]:
     check_device(config, placement)
     with (
         tempfile.TemporaryDirectory(prefix="yolo_ray-evaluate-") as folder,
-        cached(reading) as (reading, sentences),
+        cached(reading, config.data) as (reading, sentences),
     ):
         job = EvaluateJob(
             config, Path(folder), placement, ray.put(val), str(path), content_of(path), reading

@@ -140,7 +140,7 @@ def train_on(
         ("note", left_out_sentence(folder, train_records, val_records)),
         ("warning", leak_sentence(train_records, val_records)),
     ]
-    with claimed(folder), cached(reading) as (reading, cache_sentences):
+    with claimed(folder), cached(reading, config.data) as (reading, cache_sentences):
         with disk_explained(folder):
             model = keep_model(folder, source)
         job = _build_job(config, folder, placement, plan, val_records, model)

@@ -232,17 +232,29 @@ def _fitting(nodes: list[dict[str, float]], cpus: float, gpus: float) -> int:
     return sum(min(count, _held(node, gpus)) if gpus else count for node, count in by_cpus)
 
 
+def _fits_without(
+    name: str, nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float
+) -> bool:
+    free = cluster.model_copy(update={name: "auto"})
+    return _shares(nodes, free, cluster.workers, gpus) is not None
+
+
 def _missing(nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float) -> str:
     """Why the workers do not fit, and what would."""
     workers, (cpus, data_cpus) = cluster.workers, _least(cluster)
     total = sum(node.get("CPU", 0.0) for node in nodes)
     fewer = (w for w in range(workers - 1, 0, -1) if _shares(nodes, cluster, w, gpus))
     possible = next(fewer, 0)
-    remedy = "add CPUs, or lower cluster.cpus_per_worker or cluster.data_cpus if they are set"
+    remedy = "add CPUs"
     if possible:
         remedy = f"lower cluster.workers to {possible} or add nodes"
+    given = [name for name in ("data_cpus", "cpus_per_worker") if getattr(cluster, name) != "auto"]
+    if enough := [name for name in given if _fits_without(name, nodes, cluster, gpus)]:
+        remedy = f"lower cluster.{enough[0]}, or leave it out"
+    elif given:
+        remedy += f", or lower {' and '.join(f'cluster.{name}' for name in given)}"
     beside = ", those to train on the nodes of the GPUs" if gpus else ""
     return (
-        f"cluster.workers={workers} need {workers * cpus + data_cpus:g} CPUs ({workers} x {cpus:g} to train, "
+        f"cluster.workers={workers} needs {workers * cpus + data_cpus:g} CPUs ({workers} x {cpus:g} to train, "
         f"{data_cpus:g} to read photos{beside}), the cluster has {total:g} on {len(nodes)} node(s): {remedy}"
     )

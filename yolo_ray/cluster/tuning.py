@@ -184,7 +184,8 @@ def tune(config: TuneConfig, observer: StudyObserver) -> dict[str, Any]:
     check_writable(Path(config.resume or base.project))
     joined_here = not ray.is_initialized()
     connect(config.cluster.address)
-    sharing = share_on(living_nodes(), base.cluster, config.tune)
+    with config.naming_workers():
+        sharing = share_on(living_nodes(), base.cluster, config.tune)
     remove_orphans()  # of a driver that was killed
     wait_for_cpus(sharing.cpus)
     check_device(base, sharing.placement)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from yolo_ray.config.options import build, find_option, values_of
 from yolo_ray.config.section import (
@@ -25,6 +25,7 @@ from yolo_ray.config.section import (
     Section,
     batch_number,
     cache_kind,
+    local_folder,
 )
 
 
@@ -45,7 +46,7 @@ class PhotosConfig(Section):
         default="off",
         description="keep resized photos on each node: memory (also true, ram), disk, or off",
     )
-    cache_dir: Name | None = Field(
+    cache_dir: Annotated[Name, AfterValidator(local_folder)] | None = Field(
         default=None,
         description="folder of cache=disk on each node; none: ~/.cache/yolo_ray/photos",
     )
@@ -337,6 +338,11 @@ class TrainConfig(Configuration):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
+        if set(self.name) & set("/\\") or self.name in (".", ".."):
+            raise ValueError(
+                f"name={self.name} is a path, and a run is a folder of project={self.project}: pass its name alone, "
+                "and project= for the folder around it"
+            )
         if AUTO_BATCH != self.batch < self.cluster.workers:
             raise ValueError(
                 f"batch={self.batch} is less than cluster.workers={self.cluster.workers}, "
@@ -360,7 +366,8 @@ class TrainConfig(Configuration):
         }
         if missing := [setting for setting, is_used in needs_pixels.items() if is_used]:
             raise ValueError(
-                "data.decode=gpu leaves no decoded photo on the CPU for a cache, fast_decode or albumentations; "
+                "data.decode=gpu, which needs a GPU, leaves no decoded photo on the CPU "
+                "for a cache, fast_decode or albumentations; "
                 f"use data.decode=cpu, or set {' '.join(missing)}"
             )
 

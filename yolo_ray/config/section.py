@@ -37,6 +37,13 @@ def batch_number(value: Any) -> Any:
     return value
 
 
+def local_folder(value: str) -> str:
+    """A folder on a disk."""
+    if "://" in value:
+        raise ValueError("expected a folder on a disk of each node, not an address")
+    return value
+
+
 class Section(BaseModel):
     """Frozen; unknown keys, infinite numbers, ``true`` as a number or ``1`` as a switch fail."""
 

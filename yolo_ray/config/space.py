@@ -108,12 +108,18 @@ def parse_domain(key: str, value: Any, place: str) -> Domain:
     for name in (option.name, option.section):
         if name in NOT_SEARCHED:
             raise UserError(f"{place}: {key!r} {NOT_SEARCHED[name]}")
-    if not isinstance(value, Mapping) or len(value) != 1:
+    if isinstance(value, Mapping) and len(value) > 1:
+        raise UserError(
+            f"{place}: {key!r} has {len(value)} kinds of range, {', '.join(map(str, value))}: keep one"
+        )
+    if not isinstance(value, Mapping) or not value:
         raise UserError(f"{place}: the values of {key!r} are not understood; {_EXAMPLE}")
     ((kind, values),) = value.items()
     if kind not in KINDS:
         known = ", ".join(KINDS)
         raise UserError(f"{place}: {kind!r} is no kind of range; use one of {known}")
+    if kind == "choice" and isinstance(values, list | tuple) and not values:
+        raise UserError(f"{place}: choice of {key!r} needs at least one value; {_EXAMPLE}")
     if not isinstance(values, list | tuple) or not values:
         raise UserError(f"{place}: {kind} of {key!r} needs a list; {_EXAMPLE}")
     if kind != "choice":

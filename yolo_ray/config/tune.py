@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from yolo_ray.config.options import RECORD, build, options_of, values_of
 from yolo_ray.config.schema import Name, Positive, Section, TrainConfig
+from yolo_ray.errors import UserError
 
 Count = Annotated[int, Field(ge=1)]
 SPACE = "space"
 STUDY_CONFIG = "study.yaml"  # the record of a study, in its folder
 # Spellings that Python keeps for itself.
 ALIASES = {"tune.from": "tune.warm_start", "from": "tune.warm_start"}
+
+
+def _weighted(value: Any) -> Any:
+    """An objective of weights holds numbers."""
+    for name, weight in value.items() if isinstance(value, Mapping) else ():
+        if isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ValueError(f"the weight of {name} must be a number, not {weight!r}")
+    return value
 
 
 class TuneOptions(Section):
@@ -46,7 +57,10 @@ class TuneOptions(Section):
     perturb_period: Count = Field(
         default=5, description="pbt: epochs between two comparisons of the population"
     )
-    objective: Name | dict[str, float] = Field(
+    objective: Annotated[
+        Name | dict[str, float],
+        BeforeValidator(_weighted, json_schema_input_type=Name | dict[str, float]),
+    ] = Field(
         default="val/map50_95",
         description="what is to be large: a metric, or weights such as "
         "{val/map50_95: 1, latency_ms: -0.01, parameters_m: -0.005}",
@@ -82,4 +96,16 @@ class TuneConfig(TrainConfig):
         if self.tune.workers_per_trial is not None:
             values["cluster.workers"] = self.tune.workers_per_trial
             given.add("cluster.workers")
-        return build(TrainConfig, values | {RECORD: tuple(sorted(given))}, {})
+        with self.naming_workers():
+            return build(TrainConfig, values | {RECORD: tuple(sorted(given))}, {})
+
+    @contextmanager
+    def naming_workers(self) -> Iterator[None]:
+        """A mistake about the number of workers names the option that was given."""
+        try:
+            yield
+        except UserError as error:
+            if self.tune.workers_per_trial is None:
+                raise
+            text = str(error).replace("cluster.workers", "tune.workers_per_trial")
+            raise UserError(text) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +113,16 @@ def _file_at(file: str) -> str:
         return file
     file = os.path.abspath(Path(file).expanduser())
     if not os.path.isfile(file):
-        raise UserError(f"data={file} is not a file; pass data=PATH/data.yaml")
+        raise UserError(f"data={file} is not a file; {_meant(file)}")
     return file
+
+
+def _meant(file: str) -> str:
+    """What a wrong ``data=`` should have been."""
+    if found := re.search(r"(?:^|/)(s3|gs|gcs|https?):/+(.*)", file):
+        return f"an address has two slashes: data={found.group(1)}://{found.group(2)}"
+    inside = os.path.join(file, "data.yaml")
+    return f"pass data={inside if os.path.isfile(inside) else 'PATH/data.yaml'}"
 
 
 def _root(file: str, path: Any) -> str:

@@ -10,7 +10,7 @@ import copy
 import difflib
 import functools
 import os
-import pickle
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from yolo_ray.errors import UserError
 from yolo_ray.model.boxes import HeadOutput
 from yolo_ray.model.norm import desynchronise, freeze_statistics
+from yolo_ray.model.refused import reason_of
 from yolo_ray.model.saving import save_atomically
 
 if TYPE_CHECKING:
@@ -41,19 +42,6 @@ __all__ = [
 
 DETECTION_HEADS = ("Detect", "v10Detect")
 CLASS_BRANCHES = ("cv3", "one2one_cv3")
-UNREADABLE = (
-    AssertionError,  # Ultralytics asserts the suffix
-    AttributeError,
-    EOFError,
-    ImportError,
-    KeyError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
-"""What Ultralytics' loader raises for files that are not its own checkpoints."""
 
 
 class Detector(nn.Module):
@@ -266,12 +254,10 @@ def _read_network(model: str, option: str = "model") -> DetectionModel:
         raise UserError(f"{option}={model} has a quote in its path: rename it")
     yolo = _ultralytics()
     try:
-        checkpoint, _ = yolo.torch_safe_load(str(path.resolve()), safe_only=True)
-    except UNREADABLE as error:
-        raise UserError(
-            f"{option}={model} is not an Ultralytics checkpoint ({type(error).__name__} on reading "
-            "it): pass the .pt of a detection model, or a .yaml to train from scratch"
-        ) from error
+        with warnings.catch_warnings(action="ignore"):  # torch's, of pickles that it then refuses
+            checkpoint, _ = yolo.torch_safe_load(str(path.resolve()), safe_only=True)
+    except Exception as error:  # whatever a file that is none makes of its reader
+        raise UserError(f"{option}={model} {reason_of(path, error)}") from error
     net = checkpoint.get("ema") or checkpoint.get("model")
     head = type(net.model[-1]).__name__ if type(net) is yolo.DetectionModel else type(net).__name__
     if head not in DETECTION_HEADS:
