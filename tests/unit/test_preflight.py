@@ -126,8 +126,8 @@ def test_too_small_says_what_is_missing() -> None:
 
 def test_the_option_that_takes_too_much_is_named() -> None:
     for given, remedy in (
-        ({"data_cpus": 64}, "lower cluster.data_cpus, or leave it out"),
-        ({"cpus_per_worker": 9}, "lower cluster.cpus_per_worker, or leave it out"),
+        ({"data_cpus": 64}, "lower cluster.data_cpus or leave it out"),
+        ({"cpus_per_worker": 9}, "lower cluster.cpus_per_worker or leave it out"),
         ({"data_cpus": 64, "cpus_per_worker": 9}, "lower cluster.data_cpus and cluster.cpus_per_"),
     ):
         with pytest.raises(UserError, match=remedy):

@@ -245,14 +245,13 @@ def _missing(nodes: list[dict[str, float]], cluster: WorkersConfig, gpus: float)
     total = sum(node.get("CPU", 0.0) for node in nodes)
     fewer = (w for w in range(workers - 1, 0, -1) if _shares(nodes, cluster, w, gpus))
     possible = next(fewer, 0)
-    remedy = "add CPUs"
-    if possible:
-        remedy = f"lower cluster.workers to {possible} or add nodes"
+    remedies = [f"lower cluster.workers to {possible} or add nodes" if possible else "add CPUs"]
     given = [name for name in ("data_cpus", "cpus_per_worker") if getattr(cluster, name) != "auto"]
     if enough := [name for name in given if _fits_without(name, nodes, cluster, gpus)]:
-        remedy = f"lower cluster.{enough[0]}, or leave it out"
+        remedies.insert(0, f"lower cluster.{enough[0]} or leave it out")
     elif given:
-        remedy += f", or lower {' and '.join(f'cluster.{name}' for name in given)}"
+        remedies.append(f"lower {' and '.join(f'cluster.{name}' for name in given)}")
+    remedy = ", or ".join(remedies)
     beside = ", those to train on the nodes of the GPUs" if gpus else ""
     return (
         f"cluster.workers={workers} needs {workers * cpus + data_cpus:g} CPUs ({workers} x {cpus:g} to train, "
