@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -16,8 +17,13 @@ from yolo_ray.errors import UserError
 from yolo_ray.track.client import absolute_uri, connect, usable
 from yolo_ray.track.source import RUN_ID
 
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
 FILES = (".pt", ".onnx")
 _RUN_ID = re.compile(rf"(?:runs:/)?({RUN_ID.pattern})")
+_MODEL = re.compile(r"models:/([^/@]+)(?:@([^/@]+)|/([0-9]+))")
+_LOGGED = re.compile(r"models:/(m-[0-9a-f]+)")
 _KINDS = "a .pt, an .onnx, the folder of a run, the id of an MLflow run, models:/NAME@ALIAS or models:/NAME/VERSION"
 
 
@@ -93,12 +99,12 @@ def _fetched(uri: str | None, folder: Path, artifact: str, run_id: str | None) -
         try:
             if run_id:
                 client.get_run(run_id)
+                address = artifact
+            else:
+                address = _address_of(client, artifact)
             return Path(
                 mlflow.artifacts.download_artifacts(
-                    artifact_uri=artifact,
-                    dst_path=str(folder),
-                    tracking_uri=where,
-                    registry_uri=where,
+                    artifact_uri=address, dst_path=str(folder), tracking_uri=where
                 )
             )
         except MlflowException as error:
@@ -107,3 +113,22 @@ def _fetched(uri: str | None, folder: Path, artifact: str, run_id: str | None) -
             raise UserError(
                 f"weights={artifact} is not in {where}: check the name, or pass the mlflow.uri= where it is"
             ) from error
+
+
+def _address_of(client: MlflowClient, model: str) -> str:
+    """Where the files of a registered model lie.
+
+    MLflow 3.17 looks such names up in the tracking server of the environment, whatever server it is given.
+    """
+    named = _MODEL.fullmatch(model)
+    if named is None:
+        raise UserError(
+            f"weights={model} names no model: pass models:/NAME@ALIAS or models:/NAME/VERSION"
+        )
+    name, alias, version = named.groups()
+    if alias:
+        version = client.get_model_version_by_alias(name, alias).version
+    address = client.get_model_version_download_uri(name, str(version))
+    if logged := _LOGGED.fullmatch(address):
+        return client.get_logged_model(logged[1]).artifact_location
+    return address
