@@ -57,15 +57,23 @@ class Sender:
             raise
 
 
+_STORE_KEYS = frozenset({
+    "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
+    "AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCESS_KEY",
+})  # fmt: skip
+
+
 def access_of(environment: Mapping[str, str]) -> dict[str, str]:
     """What the environment says of reaching a server: token, user and password, certificates. Secrets.
 
+    The keys of an artifact store too, which clients of a server that does not pass artifacts on reach by themselves.
     They travel pickled with the tracker, and not in Ray's runtime environment: Ray writes that to its logs.
     """
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(("MLFLOW_TRACKING_", "MLFLOW_S3_")) and name != "MLFLOW_TRACKING_URI"
+        if name in _STORE_KEYS
+        or (name.startswith(("MLFLOW_TRACKING_", "MLFLOW_S3_")) and name != "MLFLOW_TRACKING_URI")
     }
 
 
