@@ -3,7 +3,7 @@
     python -m demos.release [--data datasets/trees/data.yaml] [--out runs/demo] [--only train,register] [--wait]
 
 Train, search, register (the first champion), train better, register (promoted), train worse, register (refused), and
-predict by the alias; a few minutes on two cores. Nets this small learn little: what is shown is the way, not a
+predict by the alias; some fifteen minutes on two cores. Nets this small learn little: what is shown is the way, not a
 detector. ``--wait`` leaves Ray and MLflow running until Ctrl-C, to look at them.
 """
 
