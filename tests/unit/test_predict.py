@@ -140,6 +140,16 @@ def test_a_folder_of_another_prediction_is_refused_or_left(tmp_path: Path) -> No
         predict_module._folder(given, record)
 
 
+def test_predictions_never_lie_among_other_files(tmp_path: Path) -> None:
+    photo = tmp_path / "mine" / "photo.jpg"
+    photo.parent.mkdir()
+    photo.write_bytes(b"mine")
+    for out, told in ((photo.parent, "new or empty"), (photo, "is a file")):
+        with pytest.raises(UserError, match=told):
+            predict_module._folder(load([f"out={out}"], PredictConfig), {})
+    assert [path.name for path in photo.parent.iterdir()] == ["photo.jpg"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

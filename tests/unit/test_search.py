@@ -299,11 +299,19 @@ def test_a_study_goes_on_with_what_it_compares(tmp_path: Path) -> None:
         config = load([f"resume={tmp_path}", change], TuneConfig)
         with pytest.raises(UserError, match=rf"the study has {name}=.*could not be compared"):
             tune(config, StudyObserver())
+    journal = tmp_path / "journal.jsonl"
+    begun = [{"kind": "trial", "number": n, "options": {}, "folder": str(n)} for n in range(2)]
+    journal.write_text("".join(json.dumps(event) + "\n" for event in begun))
+    with pytest.raises(UserError, match=r"2 trials have begun, num_samples=1"):
+        tune(load([f"resume={tmp_path}", "num_samples=1"], TuneConfig), StudyObserver())
     config = load(
         [f"resume={tmp_path}", "num_samples=50", "max_concurrent=3", "cluster.address=local"],
         TuneConfig,
     )
     with pytest.raises(UserError, match=r"nowhere.yaml"):  # the next thing that is judged
+        tune(config, StudyObserver())
+    journal.write_text('garbage\n{"kind": "report", "number": 0, "epoch": 1, "objective": 0.1}\n')
+    with pytest.raises(UserError, match=r"journal.jsonl is damaged"):
         tune(config, StudyObserver())
 
 

@@ -19,6 +19,7 @@ from yolo_ray.config.address import checked_place, inside_job, is_remote
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.errors import UserError
 
+CLAIM = "driver.json"
 PROBE_BYTES = 2**20
 
 
@@ -124,7 +125,7 @@ def claimed(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process is training in the folder.
     """
-    claim = folder / "driver.json"
+    claim = folder / CLAIM
     holder = _living_holder(claim)
     if holder is not None:
         raise UserError(

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from yolo_ray.augment.integrity import PhotoError
 from yolo_ray.augment.video import VIDEO_SUFFIXES, count_frames, is_video
-from yolo_ray.cluster.folder import check_writable, claimed
+from yolo_ray.cluster.folder import CLAIM, check_writable, claimed
 from yolo_ray.cluster.predicting import SCHEMA, Draw, PredictJob, Predictor, Shard
 from yolo_ray.cluster.preflight import Placement, connect, place
 from yolo_ray.cluster.scan import Counted
@@ -122,6 +122,13 @@ def _folder(config: PredictConfig, record: dict[str, Any]) -> Path:
     for number in itertools.count(1):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}{number}")
         there = _read_record(folder)
+        if there is None and _holds_other_files(folder):
+            if not config.out:
+                continue
+            raise UserError(
+                f"out={config.out} holds files of something else, and predictions would lie among them: pass a folder "
+                "that is new or empty"
+            )
         if there is None or there == record:
             check_writable(folder, "out")
             return folder
@@ -134,10 +141,18 @@ def _folder(config: PredictConfig, record: dict[str, Any]) -> Path:
     raise AssertionError("counting never ends")
 
 
+def _holds_other_files(folder: Path) -> bool:
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"out={folder} is a file: pass a folder")
+    # A run that was killed before its record was there left these.
+    ours = (CLAIM, RECORD)
+    return folder.is_dir() and any(not one.name.startswith(ours) for one in folder.iterdir())
+
+
 def _read_record(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads((folder / RECORD).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / RECORD} cannot be read ({error}): pass another out=") from error

@@ -13,7 +13,7 @@ from yolo_ray.config.space import Domain, domains_of
 from yolo_ray.config.tune import STUDY_CONFIG, TuneConfig
 from yolo_ray.data.records import Records
 from yolo_ray.errors import UserError
-from yolo_ray.study.trials import Trial, read_trials
+from yolo_ray.study.trials import JOURNAL, Journal, Trial, read_trials
 
 # What a study may change when it goes on: how it runs, not what it compares.
 CHANGEABLE = (
@@ -65,6 +65,12 @@ def _refuse_changes(config: TuneConfig, folder: Path) -> None:
                 f"resume={folder}: the study has {name}={before[name]}, not {value}: its trials could not be compared; "
                 f"leave {name} as it is, or begin a new study with tune.from={folder}"
             )
+    begun = len(Journal(folder / JOURNAL).trials)
+    if config.tune.num_samples < begun:
+        raise UserError(
+            f"resume={folder}: {begun} trials have begun, num_samples={config.tune.num_samples} asks for fewer: leave "
+            f"it out, or ask for {begun} or more"
+        )
 
 
 def with_batch(config: TuneConfig, base: TrainConfig, train: Records) -> TrainConfig:

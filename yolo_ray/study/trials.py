@@ -61,13 +61,22 @@ class Journal:
     """The trials of a study, and the file that they are read back from.
 
     Not for several processes: the driver alone writes it.
+
+    Raises:
+        UserError: the file is damaged. A torn line is not: a driver may be killed while it writes one.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trials: dict[int, Trial] = {}
         for event in read_events(path):
-            apply(self.trials, event)
+            try:
+                apply(self.trials, event)
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"{path} is damaged: {json.dumps(event)[:120]} belongs to no trial that it began; put back a copy "
+                    "of the file, or begin a new study"
+                ) from error
 
     def write(self, kind: str, number: int, **values: Any) -> Trial:
         """Append one event, on the disk before anything is done about it; the trial that it concerns.
