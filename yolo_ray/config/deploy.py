@@ -57,7 +57,7 @@ class PredictConfig(Configuration):
     )
     out: str | None = Field(
         default=None,
-        description="folder to write to; again: goes on there; none: the next free runs/predict",
+        description="folder to write to, new or empty; again: goes on there; none: the next free runs/predict",
     )
     imgsz: Annotated[int, Field(ge=32)] | None = Field(
         default=None, description="side of the square photos in px; none: what it was trained with"
