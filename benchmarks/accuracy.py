@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from arguments import command_line
 
 # Left out: its check of amp, for which it would download a model, and the copy of its table in the weights file,
 # which needs polars.
@@ -41,20 +42,15 @@ EAGER = "eager"  # ours without a graph
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ``ours`` holds what follows ``--``."""
-    ours = argv[argv.index("--") + 1 :] if "--" in argv else []
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser, own, rest = command_line(__doc__, argv)
     parser.add_argument("--model", default="yolo11n.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--trainers", nargs="+", default=["ours", "theirs"])
     parser.add_argument("--jobs", type=int, default=1, help="trainings at the same time")
     parser.add_argument("--options", nargs="*", default=[])
     parser.add_argument("--theirs", nargs="*", default=["workers=2"], help="for Ultralytics alone")
-    arguments = parser.parse_args(argv[: argv.index("--")] if "--" in argv else argv)
-    arguments.ours = ours
+    arguments = parser.parse_args(own)
+    arguments.ours = rest
     arguments.data = arguments.data.resolve()
     root = arguments.data.parent
     spec = yaml.safe_load(arguments.data.read_text())

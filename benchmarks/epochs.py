@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import yaml
 from accuracy import ULTRALYTICS, number_of
+from arguments import command_line
 
 from yolo_ray.data.formats import label_path
 
@@ -36,20 +37,15 @@ FIRST, POLL_S = 1, 0.02
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ``ours`` holds what follows ``--``."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser, own, rest = command_line(__doc__, argv)
     parser.add_argument("--photos", type=int, default=1640)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=["yolo11n.yaml:16"], help="model:batch")
     parser.add_argument("--trainers", nargs="+", default=["theirs", "ours"])
     parser.add_argument("--options", nargs="*", default=[])
     parser.add_argument("--theirs", nargs="*", default=["workers=2"], help="for Ultralytics alone")
-    arguments = parser.parse_args(argv[:split])
-    arguments.ours = argv[split + 1 :]
+    arguments = parser.parse_args(own)
+    arguments.ours = rest
     return arguments
 
 

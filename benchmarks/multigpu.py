@@ -38,7 +38,8 @@ from typing import Any
 import epochs
 import psutil
 import torch
-from ranks import Case, RanksFailed, gradient, on_ranks, start_and_end, step_ms
+from arguments import command_line
+from ranks import RanksFailed, case_of, gradient, on_ranks, start_and_end, step_ms
 
 Row = dict[str, Any]
 NO_TRACKING = ("mlflow.enabled=false", "cluster.address=local")
@@ -46,12 +47,7 @@ NO_TRACKING = ("mlflow.enabled=false", "cluster.address=local")
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ``ours`` holds what follows ``--``, for our trainings alone."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser, own, rest = command_line(__doc__, argv)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=rank_counts(), help="beginning at 1"
@@ -69,8 +65,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=100, help="of the part accuracy")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments = parser.parse_args(argv[:split])
-    arguments.ours = argv[split + 1 :]
+    arguments = parser.parse_args(own)
+    arguments.ours = rest
     arguments.data = arguments.data.resolve()
     if arguments.ranks != sorted({1, *arguments.ranks}):
         parser.error("--ranks: ascending, beginning with 1, which the others are compared to")
@@ -100,10 +96,8 @@ def step_rows(arguments: argparse.Namespace) -> Iterator[Row]:
             first = 0.0
             for ranks in arguments.ranks:
                 whole = batch * (ranks if kind == "weak" else arguments.ranks[-1])
-                case = Case(
-                    model, whole, arguments.imgsz, blocks=arguments.blocks, deterministic=True
-                )
-                found = on_ranks(ranks, step_ms, case)
+                case = case_of(model, whole, arguments.imgsz)
+                found = on_ranks(ranks, step_ms, case, arguments.blocks)
                 # A step ends when the slowest rank has ended it.
                 ms, alone = (
                     max(statistics.median(one[name]) for one in found) for name in ("step", "alone")
@@ -149,7 +143,7 @@ def equality_rows(arguments: argparse.Namespace) -> Iterator[Row]:
             one: Row = {}
             for ranks in arguments.ranks:
                 whole = batch - batch % arguments.ranks[-1] or arguments.ranks[-1]
-                case = Case(model, whole, arguments.imgsz, precision, deterministic=True)
+                case = case_of(model, whole, arguments.imgsz, precision)
                 found = on_ranks(ranks, gradient, case, arguments.data)
                 samples = {
                     slot: digest for part in found for slot, digest in part["samples"].items()
@@ -193,7 +187,7 @@ def cycle_rows(arguments: argparse.Namespace) -> Iterator[Row]:
     """Whether every start of the group, with a captured step in it, comes to an end."""
     model, batch = next(cases(arguments))
     ranks = arguments.ranks[-1]
-    case = Case(model, batch * ranks, arguments.imgsz, deterministic=True)
+    case = case_of(model, batch * ranks, arguments.imgsz)
     begin, replays = time.perf_counter(), []
     for _ in range(arguments.cycles):
         replays.append(min(on_ranks(ranks, start_and_end, case, limit_s=180)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,9 +17,8 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from yolo_ray.augment.device import augment
 from yolo_ray.augment.transforms import build_transform
 from yolo_ray.bench.measure import Clock
-from yolo_ray.bench.rival import GAINS
-from yolo_ray.bench.scene import make_batches, make_records
-from yolo_ray.bench.variants import CONTROLS, run_step
+from yolo_ray.bench.scene import make_batches
+from yolo_ray.bench.variants import CONTROLS, NAMES, Setting, build_ours, run_step
 from yolo_ray.config.schema import AugmentConfig
 from yolo_ray.data.batch import Batch, PhotoRing
 from yolo_ray.data.pipeline import StepPhotos
@@ -28,28 +26,18 @@ from yolo_ray.data.plan import Plan, slots_of
 from yolo_ray.data.reading import Reading, resized_photo
 from yolo_ray.data.records import load_records
 from yolo_ray.data.tasks import put_photo
-from yolo_ray.model.build import build_detector
 from yolo_ray.model.loss import head_gains_at
-from yolo_ray.step.build import build_step
 from yolo_ray.step.graph import GraphedStep
 from yolo_ray.step.precision import resolve_precision, set_kernels
 from yolo_ray.step.reduce import distributed_reduce, no_reduce
-from yolo_ray.step.train_step import StepOptions
 from yolo_ray.train.feed import Feed
 
 BOXES = 20
 
 
-@dataclass(frozen=True)
-class Case:
+def case_of(model: str, batch: int, imgsz: int, precision: str = "auto") -> Setting:
     """What the ranks of one measurement share; ``batch`` is the global one."""
-
-    model: str
-    batch: int
-    imgsz: int
-    precision: str = "auto"
-    blocks: int = 3
-    deterministic: bool = False
+    return Setting(model, batch, imgsz, BOXES, precision, "SGD", deterministic=True)
 
 
 class RanksFailed(RuntimeError):
@@ -98,27 +86,24 @@ def _rank(rank: int, ranks: int, folder: str, work: Callable[..., Any], args: An
 
 
 def graphed_step(
-    case: Case, names: tuple[str, ...], device: torch.device, *, alone: bool
+    case: Setting, device: torch.device, *, names: tuple[str, ...] = NAMES, alone: bool = False
 ) -> GraphedStep:
     """The step as training builds it; ``alone``: without any collective, batch statistics of one rank."""
     set_kernels(resolve_precision(case.precision, device), deterministic=case.deterministic)
-    options = StepOptions(
-        batch=case.batch, gains=GAINS, clip_norm=10.0, momentum=0.9, optimizer="SGD",
-        precision=resolve_precision(case.precision, device),
-    )  # fmt: skip
-    detector = build_detector(case.model, names, imgsz=case.imgsz, seed=0).to(device).train()
-    step = build_step(detector, options, no_reduce if alone else distributed_reduce)
+    step = build_ours(case, device, names=names, reduce=no_reduce if alone else distributed_reduce)
     return GraphedStep(step, mode="require" if device.type == "cuda" else "off")
 
 
-def step_ms(rank: int, ranks: int, device: torch.device, case: Case) -> dict[str, list[float]]:
+def step_ms(
+    rank: int, ranks: int, device: torch.device, case: Setting, blocks: int
+) -> dict[str, list[float]]:
     """Milliseconds a step of every block, with the collectives and without, in one process."""
     rows = len(slots_of(rank, ranks, case.batch))
     batches = make_batches(rows, case.imgsz, BOXES, device)
-    clock = Clock(device, None, case.blocks)
+    clock = Clock(device, None, blocks)
     out = {}
     for name, alone in (("step", False), ("alone", True)):
-        step = graphed_step(case, make_records(1).names, device, alone=alone)
+        step = graphed_step(case, device, alone=alone)
         dist.barrier()
         out[name] = clock.blocks_ms(_caller(step, batches))
         step.release()
@@ -141,7 +126,9 @@ def _read(plan: Plan, slots: range, steps: range) -> Iterator[StepPhotos]:
         yield StepPhotos(step, images[slots.start : slots.stop], photos, {}, 1.0)
 
 
-def gradient(rank: int, ranks: int, device: torch.device, case: Case, data: Path) -> dict[str, Any]:
+def gradient(
+    rank: int, ranks: int, device: torch.device, case: Setting, data: Path
+) -> dict[str, Any]:
     """The gradient of the first global batch, from the first weights, and a digest of each slot's sample."""
     records = load_records(data, "train", max_bad=0.01)
     augmentation = AugmentConfig(close_mosaic=0)
@@ -160,7 +147,7 @@ def gradient(rank: int, ranks: int, device: torch.device, case: Case, data: Path
         parts = (images[row], batch.boxes[mine], batch.classes[mine])
         content = b"".join(part.float().cpu().numpy().tobytes() for part in parts)
         samples[slot] = hashlib.sha256(content).hexdigest()
-    step = graphed_step(case, records.names, device, alone=False)
+    step = graphed_step(case, device, names=records.names)
     step.set_controls(CONTROLS, head_gains_at(0, 100, step.num_heads))
     step(batch, update=False)
     found = {"gradient": step.pending.cpu(), "samples": samples}
@@ -169,11 +156,11 @@ def gradient(rank: int, ranks: int, device: torch.device, case: Case, data: Path
     return found
 
 
-def start_and_end(rank: int, ranks: int, device: torch.device, case: Case) -> int:
+def start_and_end(rank: int, ranks: int, device: torch.device, case: Setting) -> int:
     """Capture, replay three times, release; the caller destroys the process group. How many replays there were."""
     rows = len(slots_of(rank, ranks, case.batch))
     batches = make_batches(rows, case.imgsz, BOXES, device)
-    step = graphed_step(case, make_records(1).names, device, alone=False)
+    step = graphed_step(case, device)
     for number in range(3):
         run_step(step, batches[number])
     replays = step.replays

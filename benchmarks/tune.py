@@ -22,23 +22,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import command_line
 
 SPACE = ("space.lr0={loguniform: [1e-4, 1e-2]}", "space.mosaic={uniform: [0.0, 1.0]}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The command line; ``options`` holds what follows ``--``."""
-    split = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser, own, rest = command_line(__doc__, argv)
     parser.add_argument("--trials", type=int, default=8)
     parser.add_argument("--at-a-time", type=int, default=4)
     parser.add_argument("--keep", type=Path, help="leave both studies in this folder")
-    arguments = parser.parse_args(argv[:split])
-    arguments.options = argv[split + 1 :]
+    arguments = parser.parse_args(own)
+    arguments.options = rest
     return arguments
 
 

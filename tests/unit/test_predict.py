@@ -144,10 +144,19 @@ def test_predictions_never_lie_among_other_files(tmp_path: Path) -> None:
     photo = tmp_path / "mine" / "photo.jpg"
     photo.parent.mkdir()
     photo.write_bytes(b"mine")
-    for out, told in ((photo.parent, "new or empty"), (photo, "is a file")):
-        with pytest.raises(UserError, match=told):
+    for out in (photo.parent, photo):
+        with pytest.raises(UserError, match=r"is a file, or holds files.* new or empty"):
             predict_module._folder(load([f"out={out}"], PredictConfig), {})
     assert [path.name for path in photo.parent.iterdir()] == ["photo.jpg"]
+
+
+def test_a_file_where_predictions_go_by_default_is_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "predict").write_bytes(b"mine")
+    assert predict_module._folder(load([], PredictConfig), {}).name == "predict2"
 
 
 @pytest.mark.parametrize(

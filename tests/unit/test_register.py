@@ -272,6 +272,8 @@ def test_what_is_no_photo_is_named(item: object, text: str) -> None:
 def test_secrets_travel_pickled_and_are_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in access_of(os.environ):  # this machine's own
+        monkeypatch.delenv(name)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hush")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other")
     tracker = RunTracker("http://127.0.0.1:9", "r", tmp_path)
@@ -284,6 +286,18 @@ def test_secrets_travel_pickled_and_are_not_shown(
     there.metrics({"x": 1.0}, step=1)
     assert os.environ["MLFLOW_TRACKING_TOKEN"] == "hush"
     there.close(timeout_s=0.1)
+
+
+def test_access_to_server_and_its_store_travels_and_nothing_else() -> None:
+    travels = {
+        "MLFLOW_TRACKING_TOKEN": "t",
+        "MLFLOW_S3_ENDPOINT_URL": "http://store",
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "s",
+        "AZURE_STORAGE_ACCESS_KEY": "a",
+    }
+    stays = {"MLFLOW_TRACKING_URI": "http://x", "AWS_PROFILE": "mine", "HOME": "/root", "PATH": ""}
+    assert access_of(travels | stays) == travels
 
 
 def test_an_address_with_a_password_is_refused_and_not_repeated() -> None:

@@ -19,6 +19,7 @@ from yolo_ray.model.loss import head_gains_at
 from yolo_ray.step.build import build_step
 from yolo_ray.step.graph import GraphedStep, Step
 from yolo_ray.step.precision import resolve_precision
+from yolo_ray.step.reduce import AllReduce, no_reduce
 from yolo_ray.step.schedule import Controls
 from yolo_ray.step.train_step import StepOptions, TrainStep
 
@@ -27,6 +28,7 @@ EAGER, GRAPH, GRAPH_COMPILE = "eager", "graph", "graph+compile"
 REFERENCE = {GRAPH: EAGER, GRAPH_COMPILE: GRAPH, ULTRALYTICS_COMPILE: ULTRALYTICS}
 """What each variant adds its start-up cost to, for the step at which that is paid back."""
 
+NAMES = make_records(1).names
 CONTROLS = Controls(lr=1e-3, lr_bias=1e-3, momentum=0.9, weight_decay=5e-4, ema_decay=0.99)
 
 
@@ -91,8 +93,15 @@ def run_step(step: Step, batch: Batch, controls: Controls = CONTROLS) -> None:
     step(batch, update=True)
 
 
-def build_ours(setting: Setting, device: torch.device, *, compile: bool = False) -> TrainStep:
-    """Our eager step.
+def build_ours(
+    setting: Setting,
+    device: torch.device,
+    *,
+    compile: bool = False,
+    names: tuple[str, ...] = NAMES,
+    reduce: AllReduce = no_reduce,
+) -> TrainStep:
+    """Our eager step; ``setting.batch`` is the global one where ``reduce`` sums over ranks.
 
     Raises:
         UserError: an unknown model, or a precision that this device or the step lacks.
@@ -102,9 +111,8 @@ def build_ours(setting: Setting, device: torch.device, *, compile: bool = False)
         optimizer=setting.optimizer, precision=resolve_precision(setting.precision, device),
         compile="model" if compile else "off",
     )  # fmt: skip
-    names = make_records(1).names
     detector = build_detector(setting.model, names, imgsz=setting.imgsz, seed=0)
-    return build_step(detector.to(device).train(), options)
+    return build_step(detector.to(device).train(), options, reduce)
 
 
 def build_variant(variant: str, setting: Setting, scene: Scene) -> Subject:
@@ -136,8 +144,7 @@ def _ours(setting: Setting, scene: Scene, *, graph: bool, compile: bool) -> Subj
 def _rival(setting: Setting, scene: Scene, *, compile: bool) -> Subject:
     forget = _forget_compiled if compile else _nothing
     forget()
-    names = make_records(1).names
-    detector = build_detector(setting.model, names, imgsz=setting.imgsz, seed=0).to(scene.device)
+    detector = build_detector(setting.model, NAMES, imgsz=setting.imgsz, seed=0).to(scene.device)
     rival = Rival(
         detector, scene.images(), precision=setting.precision, optimizer=setting.optimizer,
         compile=compile,

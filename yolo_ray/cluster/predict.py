@@ -126,8 +126,8 @@ def _folder(config: PredictConfig, record: dict[str, Any]) -> Path:
             if not config.out:
                 continue
             raise UserError(
-                f"out={config.out} holds files of something else, and predictions would lie among them: pass a folder "
-                "that is new or empty"
+                f"out={config.out} is a file, or holds files of something else that predictions would lie among: "
+                "pass a folder that is new or empty"
             )
         if there is None or there == record:
             check_writable(folder, "out")
@@ -142,11 +142,11 @@ def _folder(config: PredictConfig, record: dict[str, Any]) -> Path:
 
 
 def _holds_other_files(folder: Path) -> bool:
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"out={folder} is a file: pass a folder")
+    if not folder.is_dir():
+        return folder.exists()
     # A run that was killed before its record was there left these.
     ours = (CLAIM, RECORD)
-    return folder.is_dir() and any(not one.name.startswith(ours) for one in folder.iterdir())
+    return any(not one.name.startswith(ours) for one in folder.iterdir())
 
 
 def _read_record(folder: Path) -> dict[str, Any] | None:
