@@ -15,9 +15,9 @@ from ray.tune.search import Searcher
 from rich.console import Console
 
 from yolo_ray.cluster.search import Asha, Order, Population, Recorder, StudySearch, order_of
-from yolo_ray.cluster.terms import checked_space, earlier_trials
+from yolo_ray.cluster.terms import checked_space, earlier_trials, most_epochs
 from yolo_ray.cluster.trial import ADOPTED_FILE, _Attempt, adopt, check_used, config_of
-from yolo_ray.cluster.tuning import _most_epochs, tune
+from yolo_ray.cluster.tuning import tune
 from yolo_ray.config.load import dump, load
 from yolo_ray.config.schema import TrainConfig
 from yolo_ray.config.space import Domain
@@ -159,7 +159,7 @@ def test_auto_grace_is_an_eighth_of_the_epochs(journal: Journal) -> None:
 def test_the_last_rung_lies_where_the_longest_trial_ends() -> None:
     base = TrainConfig().override({"data.path": "/d.yaml", "epochs": 5})
     longer = {"epochs": Domain("epochs", "randint", (2, 9))}
-    assert (_most_epochs(base, SPACE), _most_epochs(base, longer)) == (5, 9)
+    assert (most_epochs(base, SPACE), most_epochs(base, longer)) == (5, 9)
 
 
 def test_best_so_far_counts_what_was_evaluated_before_a_kill(tmp_path: Path) -> None:
@@ -313,6 +313,20 @@ def test_a_study_goes_on_with_what_it_compares(tmp_path: Path) -> None:
     journal.write_text('garbage\n{"kind": "report", "number": 0, "epoch": 1, "objective": 0.1}\n')
     with pytest.raises(UserError, match=r"journal.jsonl is damaged"):
         tune(config, StudyObserver())
+
+
+def test_period_that_would_leave_every_trial_alone_is_refused() -> None:
+    given = ["data=nowhere.yaml", "space.lr0={choice: [0.1]}", "epochs=8"]
+    checked_space(load([*given, "grace_period=7"], TuneConfig))
+    with pytest.raises(
+        UserError, match=r"tune\.grace_period=8 .* 8 epochs .* ever be stopped early"
+    ):
+        checked_space(load([*given, "grace_period=8"], TuneConfig))
+    checked_space(load([*given, "grace_period=8", "space.epochs={choice: [4, 16]}"], TuneConfig))
+    with pytest.raises(UserError, match=r"tune\.perturb_period=9 .* ever be changed"):
+        checked_space(
+            load([*given, "tune.scheduler=pbt", "num_samples=2", "perturb_period=9"], TuneConfig)
+        )
 
 
 def test_an_earlier_study_that_has_gone(tmp_path: Path) -> None:

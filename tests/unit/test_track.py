@@ -232,8 +232,21 @@ def test_resume_goes_on_with_the_same_run(tmp_path: Path) -> None:
     finish(again, "FAILED", None)
     assert client.get_run(again.run_id).info.status == "FAILED"
     assert len(client.search_runs([run.info.experiment_id])) == 1
-    with pytest.raises(UserError, match=r"mlflow\.uri=.*0123abc"):
+    with pytest.raises(UserError, match=r"mlflow\.uri=.*does not hold run 0123abc"):
         begin(run_dir, run_id="0123abc")
+
+
+def test_folder_copied_away_from_its_database_is_refused_and_none_is_made(tmp_path: Path) -> None:
+    first = begin(run_folder(tmp_path))
+    finish(first, "KILLED", "stopped by Ctrl-C")
+    copied = tmp_path / "elsewhere" / "run"
+    copied.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"bring mlflow\.db and mlartifacts along"):
+        begin(copied, run_id=first.run_id)
+    assert not (tmp_path / "elsewhere" / "mlflow.db").exists()
+    again = begin(copied, uri=first.uri, run_id=first.run_id)
+    assert again.run_id == first.run_id
+    finish(again, "FINISHED")
 
 
 def test_database_that_cannot_be_used_is_the_users_mistake(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ class Asha(AsyncHyperBandScheduler):
 
     def __init__(self, journal: Journal, options: TuneOptions, epochs: int) -> None:
         grace = options.grace_period
-        grace = max(1, epochs // 8) if grace == "auto" else min(grace, epochs)
+        grace = max(1, epochs // 8) if grace == "auto" else grace
         super().__init__(
             time_attr=EPOCH, metric=OBJECTIVE, mode="max", max_t=epochs, grace_period=grace,
             reduction_factor=options.reduction_factor,

@@ -48,7 +48,29 @@ def checked_space(config: TuneConfig) -> dict[str, Domain]:
         raise UserError("tune.scheduler=pbt compares trials: set tune.num_samples to 2 or more")
     if config.resume:
         _refuse_changes(config, Path(config.resume))
+    else:
+        _refuse_idle_scheduler(config, most_epochs(config.training(), space))
     return space
+
+
+def most_epochs(base: TrainConfig, space: Mapping[str, Domain]) -> int:
+    """Of any trial: that is where the last rung lies."""
+    return max(base.epochs, *(space["epochs"].ends if "epochs" in space else ()), 1)
+
+
+def _refuse_idle_scheduler(config: TuneConfig, epochs: int) -> None:
+    """One that would let every trial run to its end is not what somebody asks for who names a period."""
+    options = config.tune
+    periods: dict[str, tuple[str, object, str]] = {
+        "asha": ("grace_period", options.grace_period, "stopped early"),
+        "pbt": ("perturb_period", options.perturb_period, "changed"),
+    }
+    name, period, never = periods.get(options.scheduler, ("", None, ""))
+    if isinstance(period, int) and period >= epochs:
+        raise UserError(
+            f"tune.{name}={period} is no less than the {epochs} epochs of a trial, so none would ever be {never}: "
+            "lower it, raise epochs, or use tune.scheduler=none"
+        )
 
 
 def models_of(space: Mapping[str, Domain]) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ from yolo_ray.cluster.preflight import connect, living_nodes, wait_for_cpus
 from yolo_ray.cluster.scan import judge_on
 from yolo_ray.cluster.search import Recorder, StudySearch, scheduler_of
 from yolo_ray.cluster.sharing import ACTOR_CPUS, Sharing, share_on
-from yolo_ray.cluster.terms import checked_space, earlier_trials, models_of, with_batch
+from yolo_ray.cluster.terms import checked_space, earlier_trials, models_of, most_epochs, with_batch
 from yolo_ray.cluster.trial import StudyJob, TrialObservers, run_trial
 from yolo_ray.config.load import dump
 from yolo_ray.config.schema import TrainConfig
@@ -294,7 +294,7 @@ def _tuner(study: _Study, job: StudyJob, left: int) -> ray_tune.Tuner:
         os.environ.setdefault(name, value)
     scheduler = scheduler_of(
         study.journal, study.config.tune, study.space,
-        epochs=_most_epochs(study.base, study.space), seed=study.base.seed, base=_base_options(study.base, study.space),
+        epochs=most_epochs(study.base, study.space), seed=study.base.seed, base=_base_options(study.base, study.space),
     )  # fmt: skip
     trainable = ray_tune.with_parameters(run_trial, job=job)
     return ray_tune.Tuner(
@@ -308,11 +308,6 @@ def _tuner(study: _Study, job: StudyJob, left: int) -> ray_tune.Tuner:
             callbacks=[Recorder(study.journal, study.ended)],
         ),
     )  # fmt: skip
-
-
-def _most_epochs(base: TrainConfig, space: Mapping[str, Domain]) -> int:
-    """Of any trial: that is where the last rung lies."""
-    return max(base.epochs, *(space["epochs"].ends if "epochs" in space else ()), 1)
 
 
 def _result(study: _Study) -> dict[str, Any]:

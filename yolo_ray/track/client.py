@@ -131,6 +131,30 @@ def connect(uri: str, *, create: bool) -> MlflowClient:
     return MlflowClient(uri)
 
 
+def connect_to_run(uri: str, run_id: str) -> MlflowClient:
+    """A client of the place that holds this run already; nothing is made there.
+
+    Raises:
+        UserError: the run is not there.
+        OSError, MlflowException: the place cannot be used.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = connect(uri, create=False)
+        _within(START_S, lambda: client.get_run(run_id))
+    except (FileNotFoundError, MlflowException) as error:
+        code = getattr(error, "error_code", "RESOURCE_DOES_NOT_EXIST")
+        if code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        raise UserError(
+            f"mlflow.uri={uri} does not hold run {run_id}, which this folder goes on with: pass the mlflow.uri= that "
+            "mlflow.json in the folder names, bring mlflow.db and mlartifacts along with a copied folder, or pass "
+            "mlflow.enabled=false"
+        ) from error
+    return client
+
+
 @contextmanager
 def usable(uri: str, remedy: str = REMEDY) -> Iterator[None]:
     """What goes wrong inside is the user's to mend: a UserError that names ``mlflow.uri``."""

@@ -23,6 +23,7 @@ from yolo_ray.track.client import (
     absolute_uri,
     access_of,
     connect,
+    connect_to_run,
     create_run,
     find_experiment,
     go_on,
@@ -209,17 +210,18 @@ def start_run(
     The code's git commit and the versions of torch, ray, ultralytics and yolo_ray become tags
     besides ``tags``. Going on, parameters that have changed become tags ``changed.<name>``, and
     what an earlier process could not deliver is delivered.
-    Raises UserError, within about 15 seconds, if the server or database cannot be used.
+    Raises UserError, within about 15 seconds, if the server or database cannot be used, or does not hold ``run_id``.
     """
     run_dir = run_dir.resolve()
     uri = absolute_uri(uri, run_dir.parent)
     all_tags = {**code_tags(), **{name: str(value) for name, value in tags.items()}}
     with usable(uri):
-        client = connect(uri, create=True)
-        experiment_id = find_experiment(client, uri, experiment, run_dir.parent)
         if run_id is None:
+            client = connect(uri, create=True)
+            experiment_id = find_experiment(client, uri, experiment, run_dir.parent)
             run_id = create_run(client, experiment_id, run_dir.name, params, all_tags)
         else:
+            client = connect_to_run(uri, run_id)
             outbox.replay(_pending(run_dir), Sender(uri, client), print_warning)
             go_on(client, run_id, params, all_tags)
     return RunTracker(uri, run_id, run_dir, names)
