@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torchvision.ops import batched_nms
 
 from yolo_ray.model.boxes import HeadOutput, decode_boxes, make_anchors
 
@@ -96,6 +95,10 @@ def _starts(found: Candidates) -> Tensor:
 
 def _suppress_each(found: Candidates, used_b: Tensor, iou: float, max_det: int) -> Kept:
     """torchvision's suppression of the first ``used_b`` candidates of each image, one after the other."""
+    from torchvision.ops import (
+        batched_nms,
+    )  # brings torch.compile along: 3 s of every process's start
+
     places = torch.zeros(len(used_b), max_det, dtype=torch.int64)
     numbers = torch.zeros_like(used_b)
     for image, (start, used) in enumerate(
