@@ -136,7 +136,8 @@ class Asha(AsyncHyperBandScheduler):
 
     def __init__(self, journal: Journal, options: TuneOptions, epochs: int) -> None:
         grace = options.grace_period
-        grace = max(1, epochs // 8) if grace == "auto" else grace
+        # A study begun before longer ones were refused may go on with one.
+        grace = max(1, epochs // 8) if grace == "auto" else min(grace, epochs)
         super().__init__(
             time_attr=EPOCH, metric=OBJECTIVE, mode="max", max_t=epochs, grace_period=grace,
             reduction_factor=options.reduction_factor,
